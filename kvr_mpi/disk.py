@@ -67,12 +67,12 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
 
 
 def remove_rank_files(folder: Path, but_of: int | None = None) -> None:
-    """Delete the files of `rank_files` and then the folder, or all but those of one session; ignore what cannot be."""
-    with contextlib.suppress(OSError):
-        for session, path in rank_files(folder):
-            if session != but_of:
-                path.unlink(missing_ok=True)
-        if but_of is None:
+    """Delete the files of `rank_files` and then the folder, or all but the files of one session."""
+    for session, path in rank_files(folder):
+        if session != but_of:
+            path.unlink(missing_ok=True)
+    if but_of is None:
+        with contextlib.suppress(OSError):  # it is missing, or has other files
             folder.rmdir()
 
 

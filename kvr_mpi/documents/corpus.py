@@ -22,6 +22,7 @@ from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
 from kvr_mpi.errors import CorpusError
 from kvr_mpi.plain import from_plain
 
+SHA256_CHARS = 64
 # Number of a file, the place of the last row read from it, and the rows after that; no file.
 CLOSED: tuple[int, int, Iterator[tuple[int, Row]]] = -1, -1, iter(())
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
@@ -116,17 +117,36 @@ class Corpus:
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; entries are lists, which are fast to write and to read."""
-        files = [[file.path, file.name, file.size_bytes, file.mtime_ns] for file in self.files]
-        about = {"rows": asdict(self.rows), "limit": self.limit, "prompts": list(self.prompts)}
-        return {**about, "files": files, "entries": self.entries}
+        """Return a JSON object with one list per column, which is fast to write and to read."""
+        return {
+            "rows": asdict(self.rows),
+            "limit": self.limit,
+            "prompts": list(self.prompts),
+            "files": [[file.path, file.name, file.size_bytes, file.mtime_ns] for file in self.files],
+            "ids": [entry.id for entry in self.entries],
+            "chars": [entry.chars for entry in self.entries],
+            "file": [entry.file for entry in self.entries],
+            "place": [entry.place for entry in self.entries],
+            "sha256": "".join(entry.sha256 for entry in self.entries),
+            "errors": {str(n): entry.error for n, entry in enumerate(self.entries) if entry.error is not None},
+        }
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Corpus:
         """Reconstruct a corpus from the result of `to_json`."""
-        files = tuple(CorpusFile(*file) for file in stored["files"])
-        entries = tuple(Entry(*entry) for entry in stored["entries"])
-        return cls(files, entries, from_plain(RowFormat, stored["rows"]), stored["limit"], tuple(stored["prompts"]))
+        errors = {int(number): error for number, error in stored["errors"].items()}
+        digests = stored["sha256"]
+        columns = zip(stored["ids"], stored["chars"], stored["file"], stored["place"], strict=True)
+        return cls(
+            tuple(CorpusFile(*file) for file in stored["files"]),
+            tuple(
+                Entry(name, chars, digests[n * SHA256_CHARS : (n + 1) * SHA256_CHARS], file, place, errors.get(n))
+                for n, (name, chars, file, place) in enumerate(columns)
+            ),
+            from_plain(RowFormat, stored["rows"]),
+            stored["limit"],
+            tuple(stored["prompts"]),
+        )
 
 
 def scan_corpus(

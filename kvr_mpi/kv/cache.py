@@ -30,7 +30,7 @@ WriteLayer = Callable[[tuple[torch.Tensor, torch.Tensor] | None], None]
 LAYERS_HELD = 8
 # Layers whose receives are posted ahead of the computing one.
 LAYERS_AHEAD = 2
-# The same where a pending receive occupies part of a GPU, or the decode rank compresses each layer when it is complete.
+# Fewer where a pending receive occupies part of a GPU, or the decode rank compresses each layer when it is complete.
 FEW_AHEAD = 1
 
 
@@ -226,7 +226,7 @@ class SliceCache(RowCache):
     def reuse(self, store: HeadStore) -> None:
         """Give a complete layer's buffer to later layers; if none needs it, it is freed with the last view of it.
 
-        So it is if the model attends by itself: later layers may share the keys and values that `update` returned.
+        Buffers are not reused if the model attends by itself: its later layers may share keys and values of this one.
         """
         if store.buffer is not None and self.in_parts and self._posted < len(self.layers):
             self.buffers.give_back(store.buffer)

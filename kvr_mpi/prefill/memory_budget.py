@@ -1,10 +1,10 @@
 """Predicts how much memory a plan takes on each rank.
 
-The peak memory of a rank is the sum of (1) what it held before, weights and libraries, (2) keys and values: on
-the last rank of all layers and tokens, or with compression of the retained tokens; and on all ranks buffers of the
-layers in flight, and (3) the activations of one layer, which grow with the slice. Activations are
-counted: the model's own code runs on the ``meta`` device, where tensors have shapes but no memory, and the sizes of all
-tensors that are alive at the same time are added up.
+The peak memory of a rank is the sum of (1) what it held before, weights and libraries, (2) buffers of the layers in
+flight, (3) on the last rank, the keys and values of all layers and tokens, or with compression those of the retained
+tokens, and (4) the activations of one layer, which grow with the slice. Activations are counted: the model's own code
+runs on the ``meta`` device, where tensors have shapes but no memory, and the sizes of all tensors that are alive at the
+same time are added up.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Footprint:
     activations : returns the bytes of one layer's activations, given the tokens of a slice, which follows a prefix of
         the same length, and of its chunks (None: at once).
     takes_chunks : whether the model's layers can be run in chunks.
-    on_gpu : activations take no more than their bytes, and layers are compressed late.
+    on_gpu : whether prompts run on a GPU, where activations take no more than their bytes and layers are compressed
+        late.
     """
 
     shape: ModelShape

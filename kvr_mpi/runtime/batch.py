@@ -146,7 +146,8 @@ def _run(
     threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
     has_bar = options.bar and world.rank == 0
     if world.rank == 0:
-        remove_rank_files(folder / STATES, but_of=session)
+        with suppress(OSError):  # files that stay are known by their session
+            remove_rank_files(folder / STATES, but_of=session)
     group_size = spec.parallel.tensor_parallel
     with (
         closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, log.line, group_size)) as states,
@@ -185,7 +186,7 @@ def _run(
             writer.end_with(cost)
     world.barrier()
     if lock is not None:
-        with suppress(OutputError):  # another job has taken the folder
+        with suppress(OutputError, OSError):  # another job has taken the folder, or files cannot be deleted
             lock.check(anew=True)
             remove_rank_files(folder / STATES)
     counters.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, read_regular, remove_rank_files, replacing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
-from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, survey, take_lines
+from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
 from kvr_mpi.store.traces import TRACES
@@ -93,8 +94,11 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
 
     `open_run` checks those that depend on the model (`OF_MODEL`). Raises `OutputError`, which says what differs.
     """
-    if (run := read_run_file(folder)) is not None:
-        _check_identity(folder, {key: run.identity[key] for key in run.identity.keys() - OF_MODEL}, identity)
+    header = None
+    with contextlib.suppress(DataError, OSError):  # `open_run` sets damaged files aside
+        header = read_run_header(folder)
+    if header is not None:
+        _check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
 
 
 def check_same_documents(folder: Path, corpus: Corpus) -> None:
@@ -129,9 +133,15 @@ class RunFile:
 def read_run_file(folder: Path) -> RunFile | None:
     """Read the run file; None if it is missing, damaged or not a run file."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES)) or {}
-        share, corpus = slice(stored["share"][0], None, stored["share"][1]), Corpus.from_json(stored["corpus"])
-        return RunFile(stored["identity"], stored["job"], share, frozenset(stored["gone"]), corpus)
+        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
+        if stored is not None and isinstance(stored["identity"], dict):
+            listed = stored["corpus"]
+            "".join([stored["job"], *listed["ids"], *listed["prompts"]]).encode()  # raises unless all are text
+            first, step = map(operator.index, stored.get("share", (0, 1)))
+            if 0 <= first < step:
+                gone = frozenset(map(str, stored.get("gone", ())))
+                corpus = Corpus.from_json(listed)
+                return RunFile(stored["identity"], stored["job"], slice(first, None, step), gone, corpus)
     return None
 
 
