@@ -17,7 +17,7 @@ BENCHMARKS = {
     "fairkv": ("fairkv", "Compressed documents decoded with KV heads placed on ranks in several ways."),
     "fairkv-placement": ("fairkv_placement", "What placements gain, from a profile of heads alone (no run)."),
     "paper": ("paper", "The cost model against the measurements of the KV-Runahead paper (no run)."),
-    "calibrate": ("calibrate", "Fit the hardware profile a100-80gb to the KV-Runahead paper (no run)."),
+    "calibrate": ("calibrate", "Fit the rates of the KV-Runahead paper's machine to its measurements (no run)."),
     "forecast": (
         "forecast",
         "Forecasts of all strategies by prompt length and ranks, as in the paper's figures (no run).",

@@ -1,6 +1,6 @@
-"""Fit the ``a100-80gb`` profile to a few of the paper's cells; the other cells test it.
+"""Fit the rates of the paper's machine to a few of its cells; the other cells test them.
 
-Run ``python -m benchmarks calibrate`` to print the profile that ships as ``kvr_mpi/costs/data/a100-80gb.json``.
+Run ``python -m benchmarks calibrate`` to print the profile ``benchmarks/data/paper-a100.json``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.options import make_parser
 from benchmarks.paper_cells import Cell, cell_costs, cell_split, paper_cells, predict_seconds
-from kvr_mpi.costs.hardware import Hardware
+from benchmarks.paper_model import PaperHardware
 
 # The cells that calibrate, chosen to have each regime once or twice: bound by launches, GEMM or attention; one GPU,
 # four, eight; Llama, and the Falcons, whose code was another. (model, GPUs, context, method)
@@ -65,20 +65,19 @@ def calibration_cells() -> list[Cell]:
     ]
 
 
-def profile(rates: dict[str, float]) -> Hardware:
+def profile(rates: dict[str, float]) -> PaperHardware:
     """Make a profile of fitted rates."""
     for_models: dict[str, dict[str, float]] = {}
     for name in rates:
         model, dot, rate = name.rpartition(".")
         if dot:
             for_models.setdefault(model, {})[rate] = rates[name]
-    return Hardware.model_validate(
+    return PaperHardware.model_validate(
         {
-            "name": "a100-80gb",
+            "name": "paper-a100",
             "source": f"fitted to {len(CALIBRATION_CELLS)} of the times measured in the KV-Runahead paper "
             "(arXiv 2405.05329): 8 x A100 80 GB, NVLink, PyTorch 2.0, eager attention, float16; "
             "by benchmarks.calibrate",
-            "attention": "eager",
             **GIVEN,
             **{name: rate for name, rate in rates.items() if "." not in name},
             # KV-Runahead appends what it was sent and stacks keys and values to send them; an all-gather only joins.
@@ -88,7 +87,7 @@ def profile(rates: dict[str, float]) -> Hardware:
     )
 
 
-def fit(cells: list[Cell]) -> Hardware:
+def fit(cells: list[Cell]) -> PaperHardware:
     """Fit the rates by least squares on the logarithms, large errors damped.
 
     The best split depends on the rates and hardly moves the time, so it is held while the rates are fitted, and

@@ -1,6 +1,4 @@
-"""The paper's equations 1, 2 and 4 to 7, with its own symbols in the docstrings: bounds on time, and traffic.
-
-Equation 3 is `costmodel.ttft_star`.
+"""The paper's equations 1 to 7, with its own symbols in the docstrings: bounds on time, and traffic.
 
 Stand beside the event model, which knows what these leave out: token work, launches, links. Times are in the unit of
 what goes in; traffic is in tokens whose keys and values cross a link, for one layer.
@@ -32,6 +30,16 @@ def balanced_bound(lengths: Sequence[float], alpha: float) -> float:
 def even_bound(tokens: float, ranks: int, alpha: float) -> float:
     """Smallest value of eq. 1, that of even slices (eq. 2): alpha C^2 / 2 (1/p + 1/p^2)."""
     return alpha * tokens**2 / 2 * (1 / ranks + 1 / ranks**2)
+
+
+def ttft_star(single_s: float, ranks: int) -> float:
+    """Lower bound TTFT*(p) = TTFT(1) / 2 (1/p + 1/p^2) (eq. 3); more than p times faster than one process.
+
+    It assumes that all work is attention, and that one process computes the whole square C x C (eager). The work per
+    token only shrinks with 1/p, and flash kernels skip the masked triangle on one process, too: use
+    `forecast.lower_bound_seconds` then.
+    """
+    return single_s / 2 * (1 / ranks + 1 / ranks**2)
 
 
 def tsp_traffic(tokens: float, ranks: int) -> float:

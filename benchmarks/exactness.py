@@ -115,7 +115,13 @@ def compare(model: Any, begins: Callable[[str], None]) -> Findings:
         return _refuse(model, f"plain transformers: {describe(error)}")
     _note_continuing(findings, model, ids, truth)
     found: list[LoadedModel] = []
-    findings.note(CHAIN, lambda: found.append(check_chain(_load(copy.deepcopy(model)))))
+
+    def load() -> None:
+        loaded = _load(copy.deepcopy(model))
+        loaded.shape.check_ids(ids)  # as a job does before it plans a prompt
+        found.append(check_chain(loaded))
+
+    findings.note(CHAIN, load)
     if not found:
         return findings
     findings = replace(findings, is_fast=found[0].attends_in_parts)

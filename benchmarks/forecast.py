@@ -1,4 +1,4 @@
-"""Forecasts of every strategy by prompt length and number of ranks, for tables and the paper's figures (8 to 11)."""
+"""Forecasts of every strategy by prompt length and number of ranks, as in the paper's figures 8 to 11."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from pathlib import Path
 
 import click
 
+from benchmarks.equations import ttft_star
 from benchmarks.options import plot_option, printed_json_option
 from benchmarks.plots import plot_forecast
+from benchmarks.published import tsp_seconds
 from benchmarks.tables import write
 from kvr_mpi.cli.environment import is_offline
 from kvr_mpi.cli.options import command, parse_numbers
 from kvr_mpi.costs.costmodel import (
-    RelayKind,
     best_split,
     chain_seconds,
-    lower_bound_seconds,
+    equal_time_lengths,
     ring_seconds,
     single_seconds,
-    tsp_seconds,
-    ttft_star,
 )
 from kvr_mpi.costs.hardware import Hardware
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.workload import Workload
-from kvr_mpi.errors import ConfigError
 from kvr_mpi.prefill.registry import AUTO, KVR, candidates, fastest
-from kvr_mpi.schedule.simulate import check_lengths, costs_on, relay_of
+from kvr_mpi.schedule.simulate import check_lengths, costs_on
 
 # Strategies of a forecast; kvr-e has even slices, and kvr-s the best that were found.
 NAMES = ("single", "tsp-dense", "tsp-causal", "ring", "kvr-e", "kvr-s")
@@ -82,12 +80,6 @@ class ForecastRow:
     "--link-gigabytes-per-s", type=float, help="Bandwidth of each link in one direction.  [default: the profile's]"
 )
 @click.option(
-    "--relay",
-    type=click.Choice(["cut-through", "store-and-forward"]),
-    help="How a chain passes the prefix on.  [default: cut-through; store-and-forward with eager attention, as in the "
-    "paper]",
-)
-@click.option(
     "--chunk-tokens",
     type=click.IntRange(1),
     help="Compute slices in chunks of this many tokens.  [default: whole slices]",
@@ -100,7 +92,6 @@ def main(
     ranks: str,
     contexts: str,
     link_gigabytes_per_s: float | None,
-    relay: RelayKind | None,
     chunk_tokens: int | None,
     json_file: str | None,
     plot: Path | None,
@@ -111,33 +102,30 @@ def main(
     python -m benchmarks forecast --model "Llama 3.1 8B 1M" --hardware h100-80gb --ranks 1,8,1024 --contexts 64k,1m
     """  # noqa: D301
     work, profile, costs = costs_on(model, hardware, link_gigabytes_per_s, is_offline)
-    chain = relay or relay_of(costs)
-    if chunk_tokens is not None and chain != "cut-through":
-        raise ConfigError(f"--chunk-tokens {chunk_tokens}: chunks need --relay cut-through, not {chain}")
     lengths, sizes = parse_numbers("--contexts", contexts), parse_numbers("--ranks", ranks)
     check_lengths(work, lengths, sizes)
-    rows = [_row(costs, tokens, size, chain, chunk_tokens) for tokens in lengths for size in sizes]
+    rows = [_row(costs, tokens, size, chunk_tokens) for tokens in lengths for size in sizes]
     if plot is not None:
         title = f"{work.name} on {profile.name}, {costs.link_bytes_per_s / 1e9:g} GB/s"
         plot_forecast([row.as_json() for row in rows], title, plot)
     if json_file is None:
-        _print_rows(rows, work, profile, costs, chain)
+        _print_rows(rows, work, profile, costs)
         return
-    about = {"model": work.name, "hardware": profile.name, "relay": chain, "link_bytes_per_s": costs.link_bytes_per_s}
+    about = {"model": work.name, "hardware": profile.name, "link_bytes_per_s": costs.link_bytes_per_s}
     write(json_file, {**about, "rows": [row.as_json() for row in rows]})
 
 
-def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: int | None) -> ForecastRow:
+def _row(costs: Costs, tokens: int, ranks: int, chunk_tokens: int | None) -> ForecastRow:
     chunks = 1 if chunk_tokens is None else -(-tokens // (ranks * chunk_tokens))  # for the mean slice
     of_chain = costs.in_chunks(chunks)
-    partition, searched_s = best_split(of_chain, tokens, ranks, relay)
+    partition, searched_s = best_split(of_chain, tokens, ranks)
     single_s = single_seconds(costs, tokens)
     times_s = (
         single_s,
         tsp_seconds(costs, tokens, ranks),
         tsp_seconds(costs, tokens, ranks, dense=False),
         ring_seconds(costs, tokens, ranks),
-        chain_seconds(of_chain, _evenly(tokens, ranks), relay),
+        chain_seconds(of_chain, _evenly(tokens, ranks)),
         searched_s,
     )
     ttft_s = dict(zip(NAMES, times_s, strict=True)) if ranks > 1 else {"single": single_s}
@@ -153,6 +141,18 @@ def _row(costs: Costs, tokens: int, ranks: int, relay: RelayKind, chunk_tokens: 
     )
 
 
+def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
+    """Lower bound for any split: computation is divided equally, and no rank waits.
+
+    The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. In a chain the last layer does not
+    count, since ranks before the last compute only keys and values there.
+    """
+    first = equal_time_lengths(costs, tokens, ranks)[0]
+    layer_s = first * (costs.token_s + first * costs.pair_s / 2) / (costs.speeds or (1.0,))[0]
+    layers = costs.layers - (ranks > 1)
+    return max(layers * layer_s, costs.layers * costs.launch_floor_s)
+
+
 def _evenly(tokens: int, slices: int) -> Sequence[float]:
     return [tokens / slices] * slices
 
@@ -166,9 +166,9 @@ def _choose(costs: Costs, tokens: int, ranks: int, searched_s: float) -> str:
     return choices[fastest(seconds)].name
 
 
-def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, costs: Costs, relay: RelayKind) -> None:
+def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, costs: Costs) -> None:
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
-    click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s, {profile.attention} attention, chain by {relay}")
+    click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s")
     click.echo("time to first token in seconds; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
     click.echo('auto: the strategy that a job with parallel.strategy = "auto" uses\n')
     widths = {name: max(8, len(name)) for name in NAMES}

@@ -8,22 +8,21 @@ import click
 
 from benchmarks.options import printed_json_option
 from benchmarks.paper_cells import paper_cells, score
+from benchmarks.paper_model import paper_hardware
 from benchmarks.tables import write
 from kvr_mpi.cli.options import command
-from kvr_mpi.costs.hardware import load_hardware
 
 
 @command("paper")
-@click.option("--hardware", default="a100-80gb", show_default=True, help="A hardware profile, or a JSON file.")
 @printed_json_option
-def main(hardware: str, json_file: str | None) -> None:
+def main(json_file: str | None) -> None:
     """Compare forecasts of the time to the first token with measurements.
 
     \b
     python -m benchmarks paper
     python -m benchmarks paper --json
     """  # noqa: D301
-    found = score(paper_cells(), load_hardware(hardware))
+    found = score(paper_cells(), paper_hardware())
     if json_file is not None:
         write(json_file, found.as_json())
         return

@@ -1,7 +1,6 @@
 """The paper's measurements beside the cost model's forecasts, cell by cell.
 
-Stands on the cost model. The cells (``data/paper-cells.csv``) are KV-Runahead's Tables 1 and 3. The paper's runs are
-eager, in 16 bit, and pass the prefix on whole (store-and-forward).
+The cells (``data/paper-cells.csv``) are KV-Runahead's Tables 1 and 3; the model is in ``paper_model``.
 """
 
 from __future__ import annotations
@@ -14,10 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from kvr_mpi.costs.costmodel import chain_seconds, search_split, single_seconds, tsp_seconds
-from kvr_mpi.costs.hardware import Hardware
-from kvr_mpi.costs.layer_costs import Costs, costs_of
-from kvr_mpi.costs.workload import named_workload
+from benchmarks.paper_model import (
+    PaperCosts,
+    PaperHardware,
+    best_lengths,
+    chain_seconds,
+    costs_on_paper,
+    single_seconds,
+    tsp_seconds,
+)
 
 CELLS = Path(__file__).parent / "data" / "paper-cells.csv"
 # A grid searched by noisy timings ends above the optimum, the more bounds the further: simulated with 3 % noise, the
@@ -107,7 +111,7 @@ def paper_cells() -> list[Cell]:
         return [
             Cell(
                 row["table"],
-                named_workload(row["model"]).name,
+                row["model"],
                 int(row["gpus"]),
                 int(row["context_tokens"]),
                 float(row["link_gb_per_s"]),
@@ -118,7 +122,7 @@ def paper_cells() -> list[Cell]:
         ]
 
 
-def predict_seconds(cell: Cell, hardware: Hardware, split: Sequence[float] | None = None) -> float:
+def predict_seconds(cell: Cell, hardware: PaperHardware, split: Sequence[float] | None = None) -> float:
     """Forecast a cell.
 
     Parameters
@@ -126,28 +130,29 @@ def predict_seconds(cell: Cell, hardware: Hardware, split: Sequence[float] | Non
     split : sequence of float, optional
         Slice lengths; by default those the cell's method chooses.
     """
-    costs = cell_costs(cell, hardware)
+    found = cell_costs(cell, hardware)
+    costs = found.costs
     if cell.gpus == 1:
         return single_seconds(costs, cell.context_tokens)
     if cell.method == "TSP":
-        return tsp_seconds(costs, cell.context_tokens, cell.gpus)
-    seconds = chain_seconds(costs, split or cell_split(cell, costs), "store-and-forward")
+        return tsp_seconds(found, cell.context_tokens, cell.gpus)
+    seconds = chain_seconds(costs, split or cell_split(cell, found))
     # What is bound by launching kernels is the same for any split, so no search can miss it.
     above_floor_s = seconds - costs.layers * costs.launch_floor_s
     return seconds + SEARCH_EXCESS * (cell.gpus - 1) * above_floor_s
 
 
-def cell_costs(cell: Cell, hardware: Hardware) -> Costs:
+def cell_costs(cell: Cell, hardware: PaperHardware) -> PaperCosts:
     """Costs in a cell's setting."""
     link = cell.link_gb_per_s * 1e9 if cell.gpus > 1 else None
-    return costs_of(named_workload(cell.model), hardware, link_bytes_per_s=link)
+    return costs_on_paper(cell.model, hardware, link)
 
 
-def cell_split(cell: Cell, costs: Costs) -> list[float]:
+def cell_split(cell: Cell, found: PaperCosts) -> list[float]:
     """Slice lengths of a KVR cell: the best."""
-    return search_split(costs, cell.context_tokens, cell.gpus, "store-and-forward")
+    return best_lengths(found.costs, cell.context_tokens, cell.gpus)
 
 
-def score(cells: Sequence[Cell], hardware: Hardware) -> Score:
+def score(cells: Sequence[Cell], hardware: PaperHardware) -> Score:
     """Hold the model to cells."""
     return Score(tuple(cells), tuple(predict_seconds(cell, hardware) for cell in cells))

@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from kvr_mpi.costs.costmodel import ring_seconds, tsp_seconds
+from kvr_mpi.costs.costmodel import ring_seconds, single_seconds
+from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.kv.attention import PartialAttention, _attend_blocks
 from kvr_mpi.kv.route import Hop, Route, Step
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -76,6 +77,21 @@ def attend_masked(
 
 def _ring(partition: Partition, position: int, known: int = 0, *, chunk_tokens: int | None = None) -> Route:
     return replace(ring(partition, position, known, chunk_tokens=chunk_tokens), saves_last_layer=False)
+
+
+def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:
+    """Time to the first token of tensor and sequence parallelism: even slices, an all-gather in every layer.
+
+    If `dense`, every rank attends to the whole prompt and masks the tokens after its own. Otherwise these are skipped,
+    and the last rank has the most work.
+    """
+    if ranks == 1:
+        return single_seconds(costs, tokens)
+    own = tokens / ranks
+    gather_s = costs.link_latency_s * (ranks - 1) + (tokens - own) * costs.kv_bytes / costs.link_bytes_per_s
+    seen = tokens if dense else tokens - own / 2
+    work_s = own * (costs.token_s + seen * costs.pair_s) / min(costs.speeds or (1.0,))
+    return costs.layers * max(costs.layer_s + gather_s + work_s, costs.launch_floor_s) + costs.head_s
 
 
 def _tsp(dense: bool) -> Forecast:

@@ -12,7 +12,7 @@ from kvr_mpi.tuning.identity import processor_name
 from kvr_mpi.tuning.table import Entry, Key, ModelIdentity, Provenance, Table
 
 # SmolLM2 on a core of a small machine.
-COSTS = Costs(30, 1.3e-5, 6.9e-5, 2.8e-8, False, 2e-4, 1.5e-3, 1536, 6e9, 2e-5, head_s=0.01)
+COSTS = Costs(30, 1.3e-5, 6.9e-5, 2.8e-8, 2e-4, 1.5e-3, 1536, 6e9, 2e-5, head_s=0.01)
 DATE = "2026-11-20T10:00:00Z"
 
 

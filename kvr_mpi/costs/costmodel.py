@@ -1,19 +1,19 @@
 """Forecasts the time to the first token of chains and of alternative strategies.
 
-The rates come from `Workload` and `Hardware`, or are measured here. The strategies are KV-Runahead as in the paper's
-section 4 (store-and-forward) or as in our engine (cut-through), TSP (section 3), zigzag ring attention, and one
-process.
+The rates come from `Workload` and `Hardware`, or are measured here. The strategies are KV-Runahead, whose segments are
+forwarded as they arrive, zigzag ring attention, and one process. The paper's own engine and machine are in a clone's
+``benchmarks``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvr_mpi.costs.events import cut_through, store_and_forward
+from kvr_mpi.costs.events import cut_through
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import equal_time
 from kvr_mpi.errors import PartitionError
@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-RelayKind = Literal["cut-through", "store-and-forward"]
 
-
-def chain_seconds(costs: Costs, lengths: Sequence[float], relay: RelayKind = "cut-through") -> float:
+def chain_seconds(costs: Costs, lengths: Sequence[float]) -> float:
     """Time to the first token of a chain with slices of these lengths in tokens."""
-    return float(chains_seconds(costs, np.asarray([lengths], dtype=float), relay)[0])
+    return float(chains_seconds(costs, np.asarray([lengths], dtype=float))[0])
 
 
-def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through") -> Array:
+def chains_seconds(costs: Costs, splits: Array) -> Array:
     """Time to the first token of many splits at once, given as lengths in tokens (splits, ranks).
 
     A `PartitionError` if a slice is empty, or `costs.speeds` has the wrong number of ranks.
@@ -46,33 +44,13 @@ def chains_seconds(costs: Costs, splits: Array, relay: RelayKind = "cut-through"
         raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")
     if costs.speeds is not None and len(costs.speeds) != splits.shape[1]:
         raise PartitionError(f"costs have speeds for {len(costs.speeds)} ranks; expected {splits.shape[1]}")
-    return (cut_through if relay == "cut-through" else store_and_forward)(costs, splits)
+    return cut_through(costs, splits)
 
 
 def single_seconds(costs: Costs, tokens: float) -> float:
     """Time to the first token of one process, at nominal speed."""
-    layer_s = tokens * costs.token_s + tokens**2 * costs.square_share * costs.pair_s
-    head_s = costs.head_s * (tokens if costs.eager else 1.0)
-    return costs.layers * max(layer_s, costs.launch_floor_s) + head_s
-
-
-def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:
-    """Time to the first token of tensor and sequence parallelism: even slices, an all-gather in every layer.
-
-    If `dense`, every rank attends to the whole prompt and masks the tokens after its own, as in the paper (Fig. 4).
-    Otherwise these are skipped, and the last rank has the most work.
-    """
-    if ranks == 1:
-        return single_seconds(costs, tokens)
-    own = tokens / ranks
-    gather_bytes_per_s = costs.link_bytes_per_s * costs.gather_link_share
-    gather_s = costs.link_latency_s * (ranks - 1) + (tokens - own) * costs.kv_bytes / gather_bytes_per_s
-    seen = tokens if dense or costs.eager else tokens - own / 2
-    work_s = own * (costs.token_s + seen * costs.pair_s) + tokens * costs.gather_copy_token_s
-    floor_s = costs.launch_floor_s + ranks * costs.gather_floor_per_rank_s
-    layer_s = costs.layer_s + gather_s + work_s / min(costs.speeds or (1.0,))
-    head_s = costs.head_s * (own if costs.eager else 1.0)
-    return costs.layers * max(layer_s, floor_s) + head_s
+    layer_s = tokens * costs.token_s + tokens**2 / 2 * costs.pair_s
+    return costs.layers * max(layer_s, costs.launch_floor_s) + costs.head_s
 
 
 def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
@@ -86,14 +64,13 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: b
     copies_s = (tokens - own) * costs.copy_token_s
     speed = min(costs.speeds or (1.0,))
     # A rank's two ranges of own / 2 tokens attend to another rank's two ranges: half of the four blocks is causal.
-    step_s = own**2 * costs.square_share * costs.pair_s / speed
+    step_s = own**2 / 2 * costs.pair_s / speed
     hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
     attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
     tokens_s = costs.layer_s + (own * costs.token_s + copies_s) / speed
-    head_s = costs.head_s * (own if costs.eager else 1.0)
-    last_s = tokens_s + (attention_s if costs.eager or not saves_last_layer else (ranks - 1) * hop_s)
+    last_s = tokens_s + ((ranks - 1) * hop_s if saves_last_layer else attention_s)
     layer_s = max(tokens_s + attention_s, costs.launch_floor_s)
-    return (costs.layers - 1) * layer_s + max(last_s, costs.launch_floor_s) + head_s
+    return (costs.layers - 1) * layer_s + max(last_s, costs.launch_floor_s) + costs.head_s
 
 
 def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: float = 1.0) -> list[float]:
@@ -101,38 +78,36 @@ def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: fl
 
     A `token_weight` below 1 makes later slices shorter than with equal time; above 1, longer.
     """
-    return equal_time(tokens, costs.rates(ranks, token_weight), costs.square_share)
+    return equal_time(tokens, costs.rates(ranks, token_weight))
 
 
-def best_split(
-    costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through", quantum: int = 64
-) -> tuple[Partition, float]:
+def best_split(costs: Costs, tokens: int, ranks: int, quantum: int = 64) -> tuple[Partition, float]:
     """Find the slices with the shortest time to the first token in the model; return them and their seconds.
 
     Starts from slices of equal time and descends in the event model, finally in steps of the quantum. Inner bounds are
     multiples of `quantum`, or of 1 for short prompts.
     """
-    partition = Partition.by_ratio(tokens, search_split(costs, tokens, ranks, relay), quantum)
+    partition = Partition.by_ratio(tokens, search_split(costs, tokens, ranks), quantum)
     if 1 < ranks <= RANKS_MOVED_ALONE:
         step = quantum if tokens >= 4 * quantum * ranks else 1
         lengths = descend(
-            lambda splits: chains_seconds(costs, splits, relay),
+            lambda splits: chains_seconds(costs, splits),
             lambda lengths, _: exchanged(lengths, step),
             np.array(partition.lengths, dtype=float),
             rounds=50,
             smallest=1.0,
         )
         partition = Partition((0, *(round(bound) for bound in np.cumsum(lengths))))
-    return partition, chain_seconds(costs, partition.lengths, relay)
+    return partition, chain_seconds(costs, partition.lengths)
 
 
-def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-through") -> list[float]:
+def search_split(costs: Costs, tokens: int, ranks: int) -> list[float]:
     """Return the unrounded slice lengths with the shortest time to the first token that the search finds."""
     if ranks == 1:
         return [float(tokens)]
 
     def seconds_of(splits: Array) -> Array:
-        return chains_seconds(costs, splits, relay)
+        return chains_seconds(costs, splits)
 
     def shaped(shapes: Array) -> Array:
         return np.array([_shaped(costs, tokens, ranks, shape) for shape in shapes])
@@ -140,7 +115,7 @@ def search_split(costs: Costs, tokens: int, ranks: int, relay: RelayKind = "cut-
     starts = np.array([[0.0, 0.0, 0.0], [1.8, -0.1, 0.0], [10.0, 0.1, 0.0]])
     steps = np.diag([0.5, 0.1, 1.0])
     shape = starts[int(np.argmin([seconds_of(shaped(start[None]))[0] for start in starts]))]
-    rounds = EVENTS_LOOKED_AT // (costs.layers * ranks * (ranks if relay == "cut-through" else 8))
+    rounds = EVENTS_LOOKED_AT // (costs.layers * ranks * ranks)
     if rounds:
         shape = descend(
             lambda shapes: seconds_of(shaped(shapes)),
@@ -165,29 +140,6 @@ def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
     lengths[-1] *= math.exp(min(shape[2], 10.0))
     lengths = np.maximum(lengths * tokens / lengths.sum(), min(1.0, tokens / ranks))
     return np.asarray(lengths * tokens / lengths.sum())
-
-
-def ttft_star(single_s: float, ranks: int) -> float:
-    """Lower bound TTFT*(p) = TTFT(1) / 2 (1/p + 1/p^2) (eq. 3); more than p times faster than one process.
-
-    It assumes that all work is attention, and that one process computes the whole square C x C (eager). The work per
-    token only shrinks with 1/p, and flash kernels skip the masked triangle on one process, too: use
-    `lower_bound_seconds` then.
-    """
-    return single_s / 2 * (1 / ranks + 1 / ranks**2)
-
-
-def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:
-    """Lower bound for any split: computation is divided equally, and no rank waits.
-
-    The paper's TTFT(p) (section 5, Fig. 8 d): KV-Runahead without any communication. In a chain the last layer does not
-    count, since ranks before the last compute only keys and values there.
-    """
-    first = equal_time_lengths(costs, tokens, ranks)[0]
-    speed = (costs.speeds or (1.0,))[0]
-    layer_s = first * (costs.token_s + first * costs.square_share * costs.pair_s) / speed
-    layers = costs.layers - (ranks > 1)
-    return max(layers * layer_s, costs.layers * costs.launch_floor_s)
 
 
 def exchanged(lengths: Array, step: float) -> Array:

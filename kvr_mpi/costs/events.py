@@ -1,8 +1,8 @@
-"""Event models of a chain: when each rank finishes each layer, for many splits at once.
+"""The event model of a chain: when each rank finishes each layer, for many splits at once.
 
 No loop steps through events: waiting is a maximum and working a sum, so a queue is a running maximum of (arrival -
-work before it), which numpy computes for whole arrays. The results are exact up to rounding; the tests compare both
-models with plain loops.
+work before it), which numpy computes for whole arrays. The results are exact up to rounding; the tests compare them
+with a plain loop.
 
 Arrays named `splits` have the slice lengths in tokens, (splits, ranks).
 """
@@ -39,7 +39,7 @@ def cut_through(costs: Costs, splits: Array) -> Array:
         if rank == ranks - 1 > 0:
             pair_s[-1] = 0.0
         prefix_s = own * pair_s + costs.copy_token_s / speed  # per token of the prefix
-        own_s = own * own * pair_s * costs.square_share
+        own_s = own * own * pair_s / 2
         spent = np.cumsum(qkv_s + own_s + before * prefix_s + rest_s, axis=1)
         spent_before = np.concatenate([np.zeros((count, 1)), spent[:, :-1]], axis=1)
         # A layer cannot start before its kernels are launched ...
@@ -107,38 +107,6 @@ class Link:
         return found
 
 
-def store_and_forward(costs: Costs, splits: Array) -> Array:
-    """Seconds to the first token (splits,) if a rank forwards the whole prefix at once (the paper's section 4.1).
-
-    A message starts when the sender has the prefix and its own keys and values, and the receiver has started its layer
-    and posted its receive. Attention waits for the prefix; a layer ends when its message is sent.
-    """
-    count, ranks = splits.shape
-    speeds = np.ones(ranks) if costs.speeds is None else np.asarray(costs.speeds)
-    bounds = np.cumsum(splits, axis=1)
-    before = bounds - splits
-    pairs = splits * (bounds if costs.eager else before + splits / 2)
-    before_s, after_s = costs.around_attention(splits, speeds, ranks)
-    attention_s = pairs * costs.pair_s / speeds
-    copy_s = bounds * costs.copy_token_s / speeds
-    copy_s[:, 0] = 0.0
-    message_s = costs.link_latency_s + before * costs.kv_bytes / costs.link_bytes_per_s
-    message_s[:, 0] = 0.0
-    hops_s = np.cumsum(message_s + copy_s, axis=1)
-    ends = np.zeros((count, ranks))
-    for layer in range(costs.layers):
-        starts = np.maximum(ends, layer * costs.launch_floor_s)
-        # Rank i has all keys and values once it has its own and those from rank i - 1 have arrived: a running maximum.
-        alone = np.maximum(starts + before_s, starts + message_s) + copy_s
-        complete = np.maximum.accumulate(alone - hops_s, axis=1) + hops_s
-        ends = complete + attention_s
-        sent = np.maximum(complete[:, :-1], starts[:, 1:]) + message_s[:, 1:]
-        ends[:, :-1] = np.maximum(ends[:, :-1], sent)
-        ends += after_s
-    head_s = costs.head_s * (splits[:, -1] if costs.eager else 1.0)
-    return np.maximum(ends[:, -1], costs.layers * costs.launch_floor_s) + head_s
-
-
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
     """Return the computing time of every rank of a chain with slices of these lengths (ranks,).
 
@@ -148,7 +116,7 @@ def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
     own = np.asarray(lengths, dtype=float)
     before = np.cumsum(own) - own
     speeds = np.ones(len(own)) if costs.speeds is None else np.asarray(costs.speeds)
-    pairs = own * before + own * own * costs.square_share
+    pairs = own * before + own * own / 2
     qkv_s, rest_s = costs.around_attention(own, speeds, len(own))
     attention_s = (pairs * costs.pair_s + before * costs.copy_token_s) / speeds
     busy_s = (costs.layers - 1) * np.maximum(qkv_s + attention_s + rest_s, costs.launch_floor_s) + qkv_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
@@ -24,13 +24,6 @@ Positive = Annotated[float, Field(ge=1, le=1e24)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6)]
 
 
-class ModelRates(Strict):
-    """Rates that depend on a model's implementation."""
-
-    score_s: NotNegative | None = None
-    launch_floor_s: NotNegative | None = None
-
-
 class Hardware(Strict):
     """Rates of one rank, and of its link to the next rank."""
 
@@ -38,17 +31,7 @@ class Hardware(Strict):
     source: Annotated[str, Field(min_length=1, description="where the figures come from")]
     gemm_flop_per_s: Positive
     attention_flop_per_s: Positive
-    attention: Literal["eager", "flash"] = Field(
-        description="eager: the whole score matrix, written to memory; flash: tiles of its causal half, on chip"
-    )
-    score_s: NotNegative = Field(0.0, description="eager: memory traffic of one score element of one head")
-    kv_copies: NotNegative = Field(0.0, description="how often a layer copies all keys and values that it received")
-    gather_kv_copies: NotNegative = Field(0.0, description="the same after an all-gather")
-    gather_link_share: Annotated[float, Field(ge=1e-6, le=1)] = Field(
-        1.0, description="share of the link's bandwidth that an all-gather reaches"
-    )
     launch_floor_s: NotNegative = Field(0.0, description="minimum time to launch a layer's kernels")
-    gather_floor_per_rank_s: NotNegative = Field(0.0, description="added to launch_floor_s by an all-gather, per rank")
     layer_overhead_s: NotNegative = Field(0.0, description="per layer and rank, if there are several ranks")
     link_bytes_per_s: Positive
     link_latency_s: NotNegative
@@ -60,10 +43,6 @@ class Hardware(Strict):
         description="links within a host, one direction, which carry a group's all-reduces; default: link_bytes_per_s",
     )
     host_link_latency_s: NotNegative | None = Field(None, description="the same; default: link_latency_s")
-    for_models: dict[str, ModelRates] = Field(
-        default_factory=dict,
-        description="other rates for models whose name starts with this, since another implementation runs them",
-    )
 
     def group_link(self, ranks: int) -> tuple[float, float]:
         """Bandwidth (bytes per second) and latency within a tensor-parallel group.
@@ -76,14 +55,6 @@ class Hardware(Strict):
         if ranks <= self.host_ranks:
             return speed, self.link_latency_s if latency_s is None else latency_s
         return min(speed, self.host_ranks * self.link_bytes_per_s), self.link_latency_s
-
-    def as_run_by(self, model: str) -> Hardware:
-        """Return the rates for a model, with the entries of `for_models` that match its name."""
-        found: dict[str, float] = {}
-        for prefix in sorted(self.for_models, key=len):
-            if model.lower().startswith(prefix.lower()):
-                found |= self.for_models[prefix].model_dump(exclude_none=True)
-        return self.model_copy(update=found)
 
 
 def profiles() -> list[str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RateS = Annotated[float, Field(ge=0, lt=1e7)]
 
 
-@with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+@with_config(ConfigDict(extra="ignore", strict=True, allow_inf_nan=False))
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Costs of one layer on one rank, in seconds; lookup tables store them.
@@ -35,7 +35,6 @@ class Costs:
     layers : of the model.
     qkv_token_s, rest_token_s : time of a token before and after attention.
     pair_s : time for one query to attend to one key, all heads.
-    eager : whether the whole rectangle slice x keys is computed and masked, and the LM head applied to all tokens.
     layer_s : overhead per layer with more than one rank.
     launch_floor_s : minimum time of a layer, to launch its kernels.
     kv_bytes : keys and values of a token in a layer.
@@ -44,9 +43,6 @@ class Costs:
     head_s : time of the LM head for one token.
     kept_token_s : time to attend to one key in decoding, which is memory-bound. None: unknown, `pair_s` is used.
     weights_s : time to read all weights in decoding. 0: included in `launch_floor_s` and `head_s` as measured.
-    gather_floor_per_rank_s : added to the launch floor by an all-gather, times the number of ranks.
-    gather_copy_token_s : `copy_token_s` after an all-gather.
-    gather_link_share : fraction of the link's bandwidth that an all-gather achieves.
     speeds : of each rank, relative to nominal speed 1; None: all ranks have nominal speed.
     has_states : a rank begins a layer only after the previous rank has ended it (recurrent layers, slices in chunks).
     """
@@ -55,7 +51,6 @@ class Costs:
     qkv_token_s: RateS
     rest_token_s: RateS
     pair_s: RateS
-    eager: bool
     layer_s: RateS
     launch_floor_s: RateS
     kv_bytes: Annotated[float, Field(ge=0, lt=1e15)]
@@ -65,9 +60,6 @@ class Costs:
     head_s: RateS = 0.0
     kept_token_s: RateS | None = None
     weights_s: RateS = 0.0
-    gather_floor_per_rank_s: RateS = 0.0
-    gather_copy_token_s: RateS = 0.0
-    gather_link_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     speeds: tuple[Annotated[float, Field(gt=0, lt=1e6)], ...] | None = None
     has_states: bool = False
 
@@ -80,11 +72,6 @@ class Costs:
     def token_s(self) -> float:
         """Time of a token in a layer, without attention."""
         return self.qkv_token_s + self.rest_token_s
-
-    @property
-    def square_share(self) -> float:
-        """Fraction of a slice's attention matrix that is computed: 1 if eager, otherwise its causal half."""
-        return 1.0 if self.eager else 0.5
 
     @property
     def step_s(self) -> float:
@@ -155,29 +142,19 @@ def costs_of(
             # Latency does not depend on the prompt's length; earlier groups' latencies overlap with the last one's.
             head_s=costs.head_s + 2 * steps * work.layers * latency_s,
         )
-    hardware = hardware.as_run_by(work.name)
-    eager = hardware.attention == "eager"
-    pair_s = work.pair_flop / hardware.attention_flop_per_s + (work.heads * hardware.score_s if eager else 0.0)
-    head_s = work.head_flop / hardware.gemm_flop_per_s
-    if not eager:  # one token reads all weights of the head, one byte per operation
-        head_s = max(head_s, work.head_flop / hardware.memory_bytes_per_s)
     return Costs(
         layers=work.layers,
         qkv_token_s=work.qkv_flop / hardware.gemm_flop_per_s,
         rest_token_s=work.rest_flop / hardware.gemm_flop_per_s,
-        pair_s=pair_s,
-        eager=eager,
+        pair_s=work.pair_flop / hardware.attention_flop_per_s,
         layer_s=hardware.layer_overhead_s,
         launch_floor_s=hardware.launch_floor_s,
         kv_bytes=work.kv_bytes,
         link_bytes_per_s=hardware.link_bytes_per_s,
         link_latency_s=hardware.link_latency_s,
-        copy_token_s=hardware.kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,  # each copy reads and writes
-        head_s=head_s,
+        # One token reads all weights of the head, one byte per operation.
+        head_s=work.head_flop / min(hardware.gemm_flop_per_s, hardware.memory_bytes_per_s),
         kept_token_s=work.kv_bytes / hardware.memory_bytes_per_s,
         weights_s=work.weight_bytes / hardware.memory_bytes_per_s,
-        gather_floor_per_rank_s=hardware.gather_floor_per_rank_s,
-        gather_copy_token_s=hardware.gather_kv_copies * 2 * work.kv_bytes / hardware.memory_bytes_per_s,
-        gather_link_share=hardware.gather_link_share,
         has_states=work.has_states,
     )

@@ -26,29 +26,28 @@ class Rates:
         """Time of one layer for a slice of `tokens` after `before` tokens."""
         return tokens * (self.token_s + self.pair_s * (before + tokens / 2))
 
-    def tokens_in(self, seconds: float, before: float, share: float = 0.5) -> float:
-        """Longest slice after `before` tokens that takes at most `seconds`; `share` as in `equal_time`."""
+    def tokens_in(self, seconds: float, before: float) -> float:
+        """Longest slice after `before` tokens that takes at most `seconds`."""
         linear = self.token_s + self.pair_s * before
-        # The positive root of share pair c^2 + linear c = seconds, in the form that does not cancel for small pair_s.
-        return 2 * seconds / (linear + math.sqrt(linear * linear + 4 * share * self.pair_s * seconds))
+        # The positive root of pair c^2 / 2 + linear c = seconds, in the form that does not cancel for small pair_s.
+        return 2 * seconds / (linear + math.sqrt(linear * linear + 2 * self.pair_s * seconds))
 
 
-def equal_time(tokens: float, rates: Sequence[Rates], share: float = 0.5) -> list[float]:
+def equal_time(tokens: float, rates: Sequence[Rates]) -> list[float]:
     """Return slice lengths for which all ranks compute for the same time; fast for a thousand ranks.
 
-    Solves c_i (a_i + b_i (P_i + share c_i)) = t for slice lengths c_i that add up to the prompt, with P_i tokens before
+    Solves c_i (a_i + b_i (P_i + c_i / 2)) = t for slice lengths c_i that add up to the prompt, with P_i tokens before
     slice i: later ranks attend to a longer prefix and get shorter slices. The sum of the lengths grows with t by a
     power between 1/2 and 1, so a few secant steps in logarithms find t. ``Partition.by_ratio`` rounds the lengths.
 
     tokens : length of the prompt.
     rates : of each rank; a slower rank gets a shorter slice.
-    share : fraction of a slice's attention matrix that is computed: 1/2 if causal, 1 if all is computed, then masked.
     """
 
     def lengths_in(seconds: float) -> list[float]:
         lengths, before = [], 0.0
         for rate in rates:
-            lengths.append(rate.tokens_in(seconds, before, share))
+            lengths.append(rate.tokens_in(seconds, before))
             before += lengths[-1]
         return lengths
 

@@ -1,7 +1,7 @@
 """The work of a model per prompt token: floating-point operations and bytes.
 
 The cost model divides this work by a machine's rates. The work is counted from any transformers configuration, or
-computed from a named shape: those of the paper's tables and a few current models.
+computed from the named shapes of a few models.
 """
 
 from __future__ import annotations
@@ -114,15 +114,7 @@ class Shape:
         )
 
 
-# The paper runs its models beyond their training lengths, so they have no limit here.
 SHAPES = {
-    "Llama 7B": Shape(32, 4096, 32, 32, 128, 11008, 32000),
-    "Llama 7B GQA8": Shape(32, 4096, 32, 8, 128, 11008, 32000),
-    "Llama 7B MQA": Shape(32, 4096, 32, 1, 128, 11008, 32000),
-    "Llama 13B": Shape(40, 5120, 40, 40, 128, 13824, 32000),
-    "Llama 30B": Shape(60, 6656, 52, 52, 128, 17920, 32000),
-    "Falcon 1B": Shape(24, 2048, 32, 32, 64, 8192, 50304, mlp_matrices=2, tied=True),
-    "Falcon 7B": Shape(32, 4544, 71, 1, 64, 4 * 4544, 65024, mlp_matrices=2, tied=True),
     "SmolLM2 135M": Shape(30, 576, 9, 3, 64, 1536, 49152, max_tokens=8192, tied=True),
     "Mistral 7B": Shape(32, 4096, 32, 8, 128, 14336, 32768, max_tokens=32768),
     "Llama 3.1 8B": Shape(32, 4096, 32, 8, 128, 14336, 128256, max_tokens=131072),
@@ -132,10 +124,6 @@ SHAPES = {
 }
 
 
-# Other names of these shapes.
-ALIASES = {"Llama 7B MHA": "Llama 7B", "Llama 7B GQA": "Llama 7B GQA8"}
-
-
 def check_heads(work: Workload, tensor_parallel: int) -> None:
     """Refuse group sizes that do not divide a model's heads, by a `ConfigError` that lists valid sizes."""
     if why := why_not_divided(work.heads, work.kv_heads, tensor_parallel):
@@ -143,16 +131,14 @@ def check_heads(work: Workload, tensor_parallel: int) -> None:
 
 
 def _words(name: str) -> list[str]:
-    words = re.findall(r"\d+(?:\.\d+)?[bm]?|[a-z]+", name.lower())
-    return sorted(word for word in words if word not in ("w", "with"))
+    return sorted(re.findall(r"\d+(?:\.\d+)?[bm]?|[a-z]+", name.lower()))
 
 
 def named_workload(name: str) -> Workload:
     """Find a named shape; case, punctuation and word order do not matter. A `ConfigError` lists the names."""
-    for known in (*SHAPES, *ALIASES):
+    for known, shape in SHAPES.items():
         if _words(known) == _words(name):
-            known = ALIASES.get(known, known)
-            return SHAPES[known].workload(known)
+            return shape.workload(known)
     raise ConfigError(f"model {name!r}: no shape of this name; valid names: {', '.join(SHAPES)}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvr_mpi.costs.costmodel import RelayKind, best_split, single_seconds
+from kvr_mpi.costs.costmodel import best_split, single_seconds
 from kvr_mpi.costs.hardware import Hardware, load_hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
@@ -58,11 +58,6 @@ def costs_on(
     return work, profile, costs_of(work, profile, link_bytes_per_s=link)
 
 
-def relay_of(costs: Costs) -> RelayKind:
-    """Return how a chain forwards the prefix: as our engine does, or with eager attention as in the paper."""
-    return "store-and-forward" if costs.eager else "cut-through"
-
-
 def check_lengths(work: Workload, contexts: Sequence[int], ranks: Sequence[int]) -> None:
     """Refuse a prompt that is longer than the model's context, or shorter than the chain, with `ConfigError`."""
     for tokens in contexts:
@@ -85,7 +80,7 @@ def simulate(work: Workload, costs: Costs, contexts: Sequence[int], ranks: Seque
     for tokens in contexts:
         single_s = single_seconds(costs, tokens)
         for size in ranks:
-            partition, seconds = best_split(costs, tokens, size, relay_of(costs))
+            partition, seconds = best_split(costs, tokens, size)
             ttft_s = seconds if size > 1 else single_s
             rows.append(ForecastRow(tokens, size, ttft_s, partition.bounds, single_s / size / seconds))
     return rows

@@ -118,7 +118,6 @@ def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
         qkv_token_s=usual.token_s * before,
         rest_token_s=usual.token_s * (1 - before),
         pair_s=usual.pair_s,
-        eager=False,
         layer_s=0.0,
         launch_floor_s=floor_s,
         kv_bytes=shape.kv_bytes_per_token / len(shape.layers),

@@ -40,6 +40,7 @@ EXACT = {
 NOT_A_CHAIN = {
     "bert as an encoder": "sees the tokens to come",
     "minimax": "a cache of its own",
+    "roberta padding in the prompt": "positions that skip padding",
     "mamba": "plain transformers does not go on with several tokens",
 }
 

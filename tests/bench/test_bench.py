@@ -22,13 +22,13 @@ from benchmarks.first_token import STRATEGIES
 from benchmarks.forecast import main as forecast
 from benchmarks.pairs import Patience, drift_of, measure_pairs, ratio_of, ratios_of
 from benchmarks.paper_cells import paper_cells, score
+from benchmarks.paper_model import paper_hardware
 from benchmarks.roofline import (
     ATTENTION,
     PRODUCTS,
     REST,
     measure_rooflines,
 )
-from kvr_mpi.costs.hardware import load_hardware
 from kvr_mpi.errors import EXIT_CONFIG
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.cpu_attention import KernelLibrary
@@ -217,7 +217,7 @@ def test_a_table_and_rows_say_who_wins(tmp_path: Path) -> None:
     assert "h100-80gb" in lines[0] and "not measured" in lines[0]
     assert [line.split()[:2] for line in lines[-2:]] == [["8192", "1"], ["8192", "2"]]
     assert lines[-1].split()[-1] == "kvr-s"
-    args = ("--model", "llama 7b", "--hardware", "a100-80gb", "--ranks", "1,4", "--contexts", "4k,16k")
+    args = ("--model", "mistral 7b", "--hardware", "a100-80gb", "--ranks", "1,4", "--contexts", "4k,16k")
     found = json.loads(run(*args, "--json"))
     assert [(row["context_tokens"], row["ranks"]) for row in found["rows"]] == list(
         itertools.product((4096, 16384), (1, 4))
@@ -232,7 +232,7 @@ def test_a_table_and_rows_say_who_wins(tmp_path: Path) -> None:
     assert run(*args, "--json", file) == "" and json.loads(file.read_text()) == found
 
 
-SHIPPED = load_hardware("a100-80gb")
+SHIPPED = paper_hardware()
 
 
 def test_the_shipped_profile_is_what_the_fit_gives() -> None:

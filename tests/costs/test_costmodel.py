@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.forecast import lower_bound_seconds
+from benchmarks.paper_model import best_lengths, costs_on_paper, paper_hardware
+from benchmarks.paper_model import chain_seconds as paper_chain_seconds
+from benchmarks.paper_model import single_seconds as paper_single_seconds
+from benchmarks.published import tsp_seconds
 from kvr_mpi.costs.costmodel import (
-    RelayKind,
     best_split,
     chain_seconds,
     chains_seconds,
-    lower_bound_seconds,
     ring_seconds,
-    search_split,
     single_seconds,
-    tsp_seconds,
 )
 from kvr_mpi.costs.decoding import LEAST_GAIN, Wave, choose_decoding, step_seconds
 from kvr_mpi.costs.hardware import load_hardware
@@ -27,13 +28,13 @@ from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.costs.workload import named_workload
 from kvr_mpi.errors import PartitionError
+from kvr_mpi.partition import Partition
 from kvr_mpi.transport.collectives import SMALL_BYTES
 
 pytestmark = pytest.mark.quick
 
-A100_LLAMA = costs_of(named_workload("Llama 7B"), load_hardware("a100-80gb"))
+PAPER_LLAMA = costs_on_paper("Llama 7B", paper_hardware())
 H100_LLAMA = costs_of(named_workload("Llama 3.1 8B 1M"), load_hardware("h100-80gb"))
-RELAYS: tuple[RelayKind, ...] = ("cut-through", "store-and-forward")
 
 small_s = st.floats(1e-7, 1e-3)
 maybe_s = st.one_of(st.just(0.0), small_s)
@@ -43,7 +44,6 @@ some_costs = st.builds(
     qkv_token_s=small_s,
     rest_token_s=small_s,
     pair_s=st.floats(1e-11, 1e-6),
-    eager=st.booleans(),
     layer_s=maybe_s,
     launch_floor_s=st.one_of(st.just(0.0), st.floats(1e-4, 1.0)),
     kv_bytes=st.floats(1, 1e5),
@@ -67,7 +67,7 @@ def cut_through_loop(costs: Costs, lengths: list[float], speeds: list[float]) ->
                 pair_s = 0.0
             start = max(ends[rank], layer * costs.launch_floor_s)
             ready = start + overhead_s / 2 + own * costs.qkv_token_s / speeds[rank]
-            now = ready + own * own * pair_s * (1 if costs.eager else 0.5)
+            now = ready + own * own * pair_s / 2
             mine = [ready]
             for segment in reversed(range(rank)):
                 sent = max(free[rank], here[rank - 1 - segment])
@@ -84,7 +84,7 @@ def test_events_are_those_of_plain_loops(costs: Costs, lengths: list[float], dat
     speeds = data.draw(st.lists(st.floats(0.3, 3), min_size=len(lengths), max_size=len(lengths)))
     costs = replace(costs, speeds=tuple(speeds))
     splits = [lengths, lengths[::-1], [sum(lengths) / len(lengths)] * len(lengths)]  # several at once
-    found = chains_seconds(costs, np.array(splits), "cut-through").tolist()
+    found = chains_seconds(costs, np.array(splits)).tolist()
     assert found == pytest.approx([cut_through_loop(costs, split, speeds) for split in splits], rel=1e-9)
     assert chain_seconds(costs, lengths) == pytest.approx(found[0], rel=1e-12)
 
@@ -92,46 +92,48 @@ def test_events_are_those_of_plain_loops(costs: Costs, lengths: list[float], dat
 @given(some_costs, some_lengths)
 def test_no_chain_beats_the_bound_and_a_chain_of_one_is_one_process(costs: Costs, lengths: list[float]) -> None:
     tokens, bound_s = round(lengths[0]), lower_bound_seconds(costs, sum(lengths), len(lengths))
-    assert all(chain_seconds(costs, lengths, relay) >= bound_s * (1 - 1e-9) for relay in RELAYS)
-    costs = replace(costs, copy_token_s=0.0)
-    assert chain_seconds(costs, [tokens], "store-and-forward") == pytest.approx(single_seconds(costs, tokens))
+    assert chain_seconds(costs, lengths) >= bound_s * (1 - 1e-9)
     assert tsp_seconds(costs, tokens, 1) == ring_seconds(costs, tokens, 1) == single_seconds(costs, tokens)
+    assert chain_seconds(costs, [tokens]) == pytest.approx(single_seconds(costs, tokens))
+    costs = replace(costs, copy_token_s=0.0)
+    assert paper_chain_seconds(costs, [tokens]) == pytest.approx(paper_single_seconds(costs, tokens))
 
 
 def test_rivals_by_hand() -> None:
-    costs = Costs(10, 2e-6, 4e-6, 1e-9, False, 0.0, 0.0, 1000.0, 1e9, 0.0, gather_link_share=0.5)
+    costs = Costs(10, 2e-6, 4e-6, 1e-9, 0.0, 0.0, 1000.0, 0.5e9, 0.0)
     # 2 ranks, 1000 tokens: 500 tokens at 6 us, the gather of the other 500 at 2 us each, attention
     gathered_s = 500 * 6e-6 + 500 * 2e-6
     assert tsp_seconds(costs, 1000, 2) == pytest.approx(10 * (gathered_s + 500 * 1000 * 1e-9))
     assert tsp_seconds(costs, 1000, 2, dense=False) == pytest.approx(10 * (gathered_s + 500 * 750 * 1e-9))
+    costs = replace(costs, link_bytes_per_s=1e9)
     # half of the pairs in two equal steps; the hop takes 0.5 ms, the step before it only 0.125 ms
     assert ring_seconds(costs, 1000, 2) == pytest.approx(10 * (500 * 6e-6 + 0.125e-3 + 0.5e-3))
     fast = replace(costs, link_bytes_per_s=1e12)
     assert ring_seconds(fast, 1000, 2) == pytest.approx(10 * (500 * 6e-6 + 1000**2 / 2 / 2 * 1e-9))
 
 
-@pytest.mark.parametrize("relay", RELAYS)
-def test_the_best_split_is_that_of_an_exhaustive_search(relay: RelayKind) -> None:
-    costs = replace(H100_LLAMA if relay == "cut-through" else A100_LLAMA, link_bytes_per_s=12e9)
+def test_the_best_split_is_that_of_an_exhaustive_search() -> None:
+    costs = replace(H100_LLAMA, link_bytes_per_s=12e9)
     tokens, grid = 8192, range(256, 8192, 256)
     splits = np.array([[a, b - a, tokens - b] for a in grid for b in grid if a < b], dtype=float)
-    best_s = chains_seconds(costs, splits, relay).min()
-    partition, seconds = best_split(costs, tokens, 3, relay, quantum=256)
+    best_s = chains_seconds(costs, splits).min()
+    partition, seconds = best_split(costs, tokens, 3, quantum=256)
     assert all(bound % 256 == 0 for bound in partition.bounds)
     assert seconds <= best_s * 1.002
 
 
 def test_the_papers_slices() -> None:
     """Fig. 6 (a): 16k on two GPUs; and the ratios for four."""
-    assert best_split(A100_LLAMA, 16384, 2, "store-and-forward", 256)[0].bounds == (0, 9728, 16384)
-    found = np.array(search_split(A100_LLAMA, 10240, 4, "store-and-forward")) / 10240
+    costs = PAPER_LLAMA.costs
+    assert Partition.by_ratio(16384, best_lengths(costs, 16384, 2), 256).bounds == (0, 9728, 16384)
+    found = np.array(best_lengths(costs, 10240, 4)) / 10240
     assert np.abs(found - [0.350, 0.255, 0.210, 0.185]).max() < 0.006
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_a_chain_of_recurrent_layers_is_one_layer_behind_at_every_rank(ranks: int) -> None:
     """(layers + ranks - 1) / layers of the ideal time, where nothing else is waited for; chunks hand on states, too."""
-    costs = Costs(12, 1e-3, 2e-3, 0.0, False, 0.0, 0.0, 0.0, 1e9, 0.0, has_states=True)
+    costs = Costs(12, 1e-3, 2e-3, 0.0, 0.0, 0.0, 0.0, 1e9, 0.0, has_states=True)
     ideal_s = 12 * 100 * 3e-3
     behind_s = ideal_s * (12 + ranks - 1) / 12
     assert chain_seconds(costs, [100] * ranks) == pytest.approx(behind_s)
@@ -163,20 +165,18 @@ some_rates = st.builds(Rates, st.floats(1e-9, 1e-2), pair_s)
 any_rates = st.one_of(some_rates, st.builds(Rates, st.just(0.0), st.floats(1e-13, 1e-5)))
 
 
-@given(tokens, st.lists(any_rates, min_size=1, max_size=16), st.sampled_from([0.5, 1.0]))
-def test_lengths_add_up_and_take_equally_long(tokens: int, rates: list[Rates], share: float) -> None:
-    """By the model that the split is made for: with half of a slice's own pairs, or all."""
-    lengths = equal_time(tokens, rates, share)
+@given(tokens, st.lists(any_rates, min_size=1, max_size=16))
+def test_lengths_add_up_and_take_equally_long(tokens: int, rates: list[Rates]) -> None:
+    lengths = equal_time(tokens, rates)
     assert len(lengths) == len(rates) and min(lengths) > 0
     assert sum(lengths) == pytest.approx(tokens, rel=1e-9)
     before = [sum(lengths[:rank]) for rank in range(len(rates))]
     times = [
-        own * (rate.token_s + rate.pair_s * (known + share * own))
+        own * (rate.token_s + rate.pair_s * (known + own / 2))
         for own, known, rate in zip(lengths, before, rates, strict=True)
     ]
     assert times == pytest.approx([times[0]] * len(rates), rel=1e-6)
-    if share == 0.5:
-        assert times[-1] == pytest.approx(rates[-1].seconds(lengths[-1], before[-1]))
+    assert times[-1] == pytest.approx(rates[-1].seconds(lengths[-1], before[-1]))
 
 
 @given(some_rates, st.integers(1, 200))
@@ -191,7 +191,7 @@ def test_seconds_count_every_pair(rate: Rates, tokens: int) -> None:
 
 
 # A step of 60 ms, 1 ms for another row, 1 us to attend to a token, in 30 layers.
-COSTS = Costs(30, 1e-3 / 30, 0.0, 1.0, False, 0.0, 2e-3, 1536.0, 5e9, 2e-6, kept_token_s=1e-6 / 30)
+COSTS = Costs(30, 1e-3 / 30, 0.0, 1.0, 0.0, 2e-3, 1536.0, 5e9, 2e-6, kept_token_s=1e-6 / 30)
 FREE = replace(COSTS, link_latency_s=0.0, link_bytes_per_s=1e17)
 WAVE = Wave(documents=8, ranks=2, kept_tokens=512, new_tokens=64, hidden_bytes=2304)
 

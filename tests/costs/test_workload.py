@@ -22,9 +22,7 @@ from kvr_mpi.model import probe_shape
 
 LLAMA_31 = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
 REAL: dict[str, Any] = {
-    "Llama 7B": lambda: tf.LlamaConfig(),
     "Llama 3.1 8B": lambda: tf.LlamaConfig(**LLAMA_31, max_position_embeddings=131072),
-    "Falcon 7B": lambda: tf.FalconConfig(),
 }
 
 
@@ -97,13 +95,6 @@ def test_profiles_no_machine_has_are_refused(tmp_path: Path, content: Any, words
         load_hardware(str(file))
 
 
-def test_the_longest_matching_name_has_the_last_word() -> None:
-    profile: Hardware = load_hardware("a100-80gb")
-    llama, falcon7, falcon1 = (profile.as_run_by(name) for name in ("Llama 7B", "Falcon 7B", "Falcon 1B"))
-    assert llama.score_s == profile.score_s > falcon7.score_s == falcon1.score_s
-    assert llama.launch_floor_s == falcon7.launch_floor_s > falcon1.launch_floor_s
-
-
 def test_what_attends_and_what_hands_on_states() -> None:
     own, other = workload_of(WHOLE["bloom-own-attention"](), 2), workload_of(shrink("inkling2_text"), 4)
     assert (own.heads, own.pair_flop) == (6, 4 * 48)
@@ -114,13 +105,17 @@ def test_what_attends_and_what_hands_on_states() -> None:
 
 
 def test_names_are_found_however_written() -> None:
-    for name in ("llama-7b (GQA8)", "LLAMA7B gqa-8", "GQA8 Llama 7B", "Llama 7B with GQA"):
-        assert named_workload(name).name == "Llama 7B GQA8"
-    assert named_workload("llama-7b") == named_workload("Llama 7B (MHA)")
-    with pytest.raises(ConfigError, match=r"'Llama 8B'.*Llama 7B, .*Falcon 1B"):
+    for name in ("llama-3.1-8b", "LLAMA3.1 8B", "8B Llama 3.1"):
+        assert named_workload(name).name == "Llama 3.1 8B"
+    with pytest.raises(ConfigError, match=r"'Llama 8B'.*Mistral 7B, .*Llama 3.1 405B"):
         named_workload("Llama 8B")
     # parameters, as the names tell them; a named shape has 16-bit weights
-    for name, billions in {"Llama 7B": 6.7, "Llama 13B": 13.0, "Llama 30B": 32.5, "Falcon 1B": 1.3}.items():
+    for name, billions in {
+        "Mistral 7B": 7.2,
+        "Llama 3.1 70B": 70.6,
+        "Llama 3.1 405B": 406.0,
+        "SmolLM2 135M": 0.135,
+    }.items():
         assert named_workload(name).weight_bytes / 2e9 == pytest.approx(billions, rel=0.03), name
 
 
@@ -129,7 +124,7 @@ def test_profiles(tmp_path: Path) -> None:
     for name in profiles():
         profile = load_hardware(name)
         assert profile.name == name
-        assert name == "a100-80gb" or profile.group_link(8)[0] > 2 * profile.link_bytes_per_s
+        assert profile.group_link(8)[0] > 2 * profile.link_bytes_per_s
     (tmp_path / "mine.json").write_text(json.dumps(H100 | {"name": "mine", "link_bytes_per_s": 12.5e9}))
     assert load_hardware(str(tmp_path / "mine.json")).link_bytes_per_s == 12.5e9
     os.mkfifo(tmp_path / "pipe")

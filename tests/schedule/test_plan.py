@@ -18,7 +18,7 @@ from kvr_mpi.schedule.forecast import Forecast, forecast_measured
 from kvr_mpi.schedule.plan import count_tokens, plan_documents, prompt_tokens
 from kvr_mpi.transport.local import run_local
 
-COSTS = Costs(4, 1e-5, 3e-5, 1e-8, False, 0.0, 1e-4, 1024.0, 1e9, 1e-5, head_s=0.0096, kept_token_s=2.5e-7)
+COSTS = Costs(4, 1e-5, 3e-5, 1e-8, 0.0, 1e-4, 1024.0, 1e9, 1e-5, head_s=0.0096, kept_token_s=2.5e-7)
 FORECAST = Forecast(source="invented", costs=COSTS, frame=Frame((1, 2), (3,), 1000), new_tokens=11)
 STEP_S, ROW_S, TOKEN_S = 0.01, 4 * 4e-5, 1e-6
 

@@ -75,7 +75,7 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
 @pytest.mark.slow
 def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = {"name": "slow", "source": "invented", "gemm_flop_per_s": 1e9, "attention_flop_per_s": 1e9}
-    profile |= {"attention": "flash", "link_bytes_per_s": 1e9, "link_latency_s": 1e-5}
+    profile |= {"link_bytes_per_s": 1e9, "link_latency_s": 1e-5}
     profile |= {"memory_bytes_per_s": 1e10, "memory_bytes": 1e9}
     (slow := tmp_path / "slow.json").write_text(json.dumps(profile))
     monkeypatch.setenv("SLURM_NTASKS", "4")  # without --ranks, those of the allocation
