@@ -147,9 +147,8 @@ def store_and_forward(costs: Costs, splits: Array) -> Array:
 def best_lengths(costs: Costs, tokens: float, ranks: int) -> list[float]:
     """Slice lengths with the shortest time to the first token that a descent from slices of equal time finds."""
     start = np.array(equal_time(tokens, costs.rates(ranks)))
-    return descend(
-        lambda splits: store_and_forward(costs, splits), neighbours, start, rounds=400, smallest=1 / 4096
-    ).tolist()
+    found = descend(lambda splits: store_and_forward(costs, splits), neighbours, start, rounds=400, smallest=1 / 4096)
+    return list(map(float, found))
 
 
 def chain_seconds(costs: Costs, lengths: Sequence[float]) -> float:
