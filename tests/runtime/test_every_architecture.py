@@ -48,6 +48,7 @@ OTHER = {
     "sampled": ("generation.temperature=1.0", "generation.n=2"),
 }
 DONE, ERRORS, REFUSED = 0, 65, 78
+ROUNDING = 1e-5
 
 
 @pytest.fixture
@@ -65,6 +66,13 @@ def tiny_model_dir(name: str, tmp_path: Path, tokenizer: Any) -> Path:
     except Exception as error:  # what transformers cannot build without packages of its own, or cannot save
         pytest.skip(f"{type(error).__name__}: {error}"[:200])
     tokenizer.save_pretrained(tmp_path / "model")
+    # The same but for roundings: documents that it answers differently are decided by them, such as by which of two
+    # experts with almost equal scores runs.
+    shaken = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for parameter in shaken.parameters():
+        parameter.data *= 1 + ROUNDING * torch.randn_like(parameter)
+    shaken.save_pretrained(tmp_path / "shaken")
+    tokenizer.save_pretrained(tmp_path / "shaken")
     return tmp_path / "model"
 
 
@@ -92,10 +100,15 @@ def test_jobs_of_an_architecture(name: str, job: Path, tmp_path: Path, run_here:
         return {record.id: record.token_ids for record in open_results(folder) if record.status == "done"}
 
     alone = run("alone", job, "parallel.strategy=single")
+    shaken = run("shaken", job, "parallel.strategy=single", f"model.path={tmp_path / 'shaken'}")
+    sure = None if alone is None or shaken is None else {each for each in alone if alone[each] == shaken.get(each)}
     for mode, settings in EXACT.items():
         found = run(mode, job, *settings)
-        if found is not None and found != alone:
+        if found is not None and (alone is None or found.keys() != alone.keys()):
             wrong[mode] = found, alone
+        elif found is not None and alone is not None and sure is not None:
+            if unlike := {each for each in sure if found[each] != alone[each]}:
+                wrong[mode] = unlike, found, alone
     for mode, settings in OTHER.items():
         run(mode, job, *settings)
     asking = ask_about(tmp_path / "stored", "When?")
@@ -110,4 +123,4 @@ def test_jobs_of_an_architecture(name: str, job: Path, tmp_path: Path, run_here:
     assert not wrong
     assert alone is not None or "alone" in refused
     if name in SOME:
-        assert alone is not None and len(alone) == 6 and "planned" not in refused
+        assert sure is not None and len(sure) == 6 and "planned" not in refused
