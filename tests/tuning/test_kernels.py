@@ -21,6 +21,7 @@ from kvr_mpi.report.log import Detail
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
 from kvr_mpi.tuning.kernels import choose_kernels, choose_ways
+from kvr_mpi.tuning.pieces import product_pieces
 
 ROOM = 1 << 34
 
@@ -238,7 +239,7 @@ def test_ranks_of_a_host_take_the_same_ways(
     loaded: Any, chosen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if one of them does not see what was kept. Three measure one half of the pieces, two the other."""
-    names = [*find_products(loaded.model)][:2]
+    names = [piece.name for piece in product_pieces(loaded.model, ROOM)][:2]
     halves = dict(zip(names, (iter((1.0, 1.2, 3.0, 3.0)), iter((1.2, 1.2, 3.0))), strict=True))
     # Each rank another.
     monkeypatch.setattr(kernels, "measure_gains", lambda pieces: measured(pieces, next(halves[pieces[0].name])))
