@@ -2,9 +2,10 @@
 
 Each implementation is timed in turn with torch's own at the row counts that matter (`model.kernels.ROWS`), once per
 processor, number of threads, torch version and model shapes. An implementation that differs from torch's on random
-numbers, at any row count, is not used. All ranks of a host measure at the same time, as they will compute, and choose
-the same implementations. The results are cached in ``KVR_CACHE``; later jobs repeat the measurement if other programs
-ran meanwhile. Before use, every job tests the whole model with the chosen ones on a few tokens (`prefill.self_check`).
+numbers, at any row count, is not used. All ranks of a host measure at the same time, as they will compute, each one
+half of the kinds, and choose the same implementations. The results are cached in ``KVR_CACHE``; later jobs repeat the
+measurement if other programs ran meanwhile. Before use, every job tests the whole model with the chosen ones on a few
+tokens (`prefill.self_check`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ PAIRS, SAMPLE_S = 5, 1e-3
 QUIET_SHARE, MOST_TRIES = 0.9, 3
 # Longer calls are not measured; the result for fewer rows is used.
 MOST_CALL_S = 0.2
+# Results are compared at these numbers of rows. The largest has, like 512 rows, several of the pieces that our kernels
+# divide rows into (at most 192), the last one with a partial tile; an LM head takes seconds for 512.
+COMPARED_ROWS = (*ROWS[:-1], 205)
 MOST_FILE_BYTES = 1 << 20
 
 Gains = dict[str, dict[str, list[float]]]
@@ -94,16 +98,19 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
             *attention_pieces(loaded, attention),
         ]
         holds_for = _holds_for(pieces, attention)
-        file = cache_dir / "kernels" / f"{xxhash.xxh3_64_hexdigest(holds_for.encode())}.json"
+        key = xxhash.xxh3_64_hexdigest(holds_for.encode())
+        file = cache_dir / "kernels" / f"{key}.json"
         known = _read(file, holds_for, pieces)
         is_known = known is not None and known.is_final
         if not is_known:
             again = "" if known is None else "; again, since other programs ran during the last measurement"
             say(f"choosing CPU kernels: measuring which are fastest (kept for later jobs){again}")
-        mine, share = together(world, partial(_known_or_measured, known, pieces))
-        views = share_json(world, gather_json(world, [socket.gethostname(), mine, share]))
-        here = [(found, share) for host, found, share in views if host == socket.gethostname()]
-        gains, share = _middle(mine, [found for found, _ in here]), min(share for _, share in here)
+        alike = [socket.gethostname(), key]  # of all ranks with the same pieces on the same host
+        here = [rank for rank, view in enumerate(share_json(world, gather_json(world, alike))) if view == alike]
+        half = slice(here.index(world.rank) % 2, None, 2) if len(here) > 1 else slice(None)
+        mine = together(world, partial(_known_or_measured, known, pieces[half]))
+        views = share_json(world, gather_json(world, mine))
+        gains, share = _middle([views[rank][0] for rank in here]), min(views[rank][1] for rank in here)
         for name, way in _wrong_ways(gains):
             say(f"warning: {name}: {way} is not used: its results differ from those of plain torch")
         ways = choose_ways(gains, _copy_bytes(loaded.model, narrowed), room)
@@ -218,9 +225,9 @@ def _gains_of(piece: Piece, calls: Mapping[str, Sequence[Compute]], count: int) 
 
 
 def _right_ways(piece: Piece, calls: Mapping[str, Sequence[Compute]]) -> set[str]:
-    """Return the implementations that give torch's results at all row counts at which they may be used."""
+    """Return the implementations that give torch's results at all `COMPARED_ROWS` at which they may be used."""
     right = {*calls}
-    for rows in map(piece.rows, ROWS):
+    for rows in map(piece.rows, COMPARED_ROWS):
         truth = calls[PLAIN][0](rows)
         right -= {
             way
@@ -285,25 +292,23 @@ def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
     return tuple(ways)
 
 
-def _middle(mine: Gains, found: Sequence[Gains]) -> Gains:
-    """Return the median of the measurements of a host's ranks; 0 where one of them has 0."""
-    alike = [each for each in found if _ways_in(each) == _ways_in(mine)]
+def _middle(found: Sequence[Gains]) -> Gains:
+    """Return the median of what a host's ranks measured, of each piece by some of them; 0 where one of them has 0."""
+    rows: dict[str, dict[str, list[list[float]]]] = {}
+    for name, ways in (item for gains in found for item in gains.items()):
+        for way, row in ways.items():
+            rows.setdefault(name, {}).setdefault(way, []).append(row)
     return {
         name: {
-            way: [median(each) if all(each) else 0.0 for each in zip(*(one[name][way] for one in alike), strict=True)]
-            for way in ways
+            way: [median(each) if all(each) else 0.0 for each in zip(*same, strict=True)] for way, same in ways.items()
         }
-        for name, ways in mine.items()
+        for name, ways in rows.items()
     }
 
 
 def _wrong_ways(gains: Gains) -> list[tuple[str, str]]:
     """List pieces and their implementations that gave wrong results."""
     return [(name, way) for name, ways in gains.items() for way, row in ways.items() if not any(row)]
-
-
-def _ways_in(gains: Gains) -> dict[str, list[str]]:
-    return {name: sorted(ways) for name, ways in gains.items()}
 
 
 def _holds_for(pieces: Sequence[Piece], attention: KernelLibrary | None) -> str:

@@ -152,10 +152,10 @@ def _slowest_link(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
     return max(latency_s for latency_s, _ in links), min(bytes_per_s for _, bytes_per_s in links)
 
 
-LAYERS = 3
-# Tokens of the slice and of the prefix, enough to keep the device busy. A GPU computes 768 tokens faster than their
+LAYERS = 2
+# Tokens of the slice and of the prefix, enough to keep the device busy. A GPU computes 512 tokens faster than their
 # kernels are launched, so the measured time per pair of tokens would be several times too long.
-PROBES = {"cpu": (768, 3072), "cuda": (8192, 16384)}
+PROBES = {"cpu": (512, 2048), "cuda": (8192, 16384)}
 # A time is measured in at least two runs, until its three smallest values agree within this ratio, or after MOST_RUNS:
 # slices of equal time need no more, and every job waits for it.
 AGREE_WITHIN, MOST_RUNS = 1.05, 4

@@ -52,9 +52,12 @@ def product_pieces(
     library: KernelLibrary | None = None,
     narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
 ) -> list[Piece]:
-    """List the products by shape that have several implementations; copies for trying may take `most_bytes`."""
+    """List the products by shape that have several implementations; copies for trying may take `most_bytes`.
+
+    The largest comes first, so that every other piece takes about half of the measuring time.
+    """
     pieces, narrowed = [], narrowed or {}
-    for shape, layers in find_products(model).items():
+    for shape, layers in sorted(find_products(model).items(), key=lambda item: -item[1][0].weight.numel()):
         one = layers[0].weight
         turns = layers[: max(1, TURNS_BYTES // one.nbytes)]
         names = [PLAIN]
