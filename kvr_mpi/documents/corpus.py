@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    """A file of the corpus when it was listed; without access its size is -1. Files are compared without folders."""
+    """A file of the corpus when it was listed; without access its size is -1. `path` is not compared."""
 
     path: str = field(compare=False)
     name: str

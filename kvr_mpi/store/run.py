@@ -12,7 +12,7 @@ import json
 import operator
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +99,13 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
         header = read_run_header(folder)
     if header is not None:
         _check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
+
+
+def header_of_complete(folder: Path, wanted: Set[str]) -> Header | None:
+    """Return the header of a run with records of all wanted documents; None if it lacks some, or has damaged files."""
+    with contextlib.suppress(DataError, OSError):  # `open_run` reports them
+        return read_run_header(folder) if survey(folder).locate()[0].keys() >= wanted else None
+    return None
 
 
 def check_same_documents(folder: Path, corpus: Corpus) -> None:

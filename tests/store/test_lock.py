@@ -98,7 +98,7 @@ def test_a_killed_owner_on_this_machine_is_known_at_once(tmp_path: Path) -> None
     plant(tmp_path, replace(me, started=me.started - 1), number=3)
     assert not is_alive(tmp_path)
     Lock(tmp_path, me, said.append).release()
-    assert said == [], "nobody is watched"
+    assert len(said) == 2 and all("killed" in line for line in said), "nobody is watched"
 
 
 def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
