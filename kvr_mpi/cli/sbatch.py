@@ -300,7 +300,7 @@ def fill_in(name: str, options: Mapping[str, str], arguments: Sequence[str], set
     first, *rest = (folder / name).read_text().splitlines()
     at = next(number for number, line in enumerate(rest) if line.startswith("#SBATCH"))  # before it: how to submit it
     lines, left = [first], dict(options)
-    for line in rest[at:]:
+    for line in (line for line in rest[at:] if not line.startswith("# ")):  # comments for those who edit it
         found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
         lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
