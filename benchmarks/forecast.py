@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.equations import tsp_seconds, ttft_star
 from benchmarks.options import plot_option, printed_json_option
 from benchmarks.plots import plot_forecast
 from benchmarks.tables import write
@@ -20,8 +21,6 @@ from kvr_mpi.costs.costmodel import (
     lower_bound_seconds,
     ring_seconds,
     single_seconds,
-    tsp_seconds,
-    ttft_star,
 )
 from kvr_mpi.costs.hardware import Hardware
 from kvr_mpi.costs.layer_costs import Costs

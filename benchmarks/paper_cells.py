@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvr_mpi.costs.costmodel import chain_seconds, search_split, single_seconds, tsp_seconds
+from benchmarks.equations import tsp_seconds
+from kvr_mpi.costs.costmodel import chain_seconds, search_split, single_seconds
 from kvr_mpi.costs.hardware import Hardware
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import named_workload

@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from kvr_mpi.costs.costmodel import ring_seconds, tsp_seconds
+from benchmarks.equations import tsp_seconds
+from kvr_mpi.costs.costmodel import ring_seconds
 from kvr_mpi.kv.attention import PartialAttention, _attend_blocks
 from kvr_mpi.kv.route import Hop, Route, Step
 from kvr_mpi.model.attention_hook import AttentionParams

@@ -393,7 +393,7 @@ def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocatio
         with_half_s = written_seconds(made.spec, plan_documents(made.spec, made.texts, half, made.forecast))
         if with_half_s is not None and with_half_s < ENOUGH * made.written_s:
             click.echo(
-                f"warning: {counted(half, 'rank')} would take {duration_text(with_half_s)}, and {nodes.ranks} "
+                f"warning: {counted(half, 'rank')} would take {duration_text(with_half_s)}, {nodes.ranks} ranks "
                 f"{duration_text(made.written_s)}: request fewer",
                 err=True,
             )

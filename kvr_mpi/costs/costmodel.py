@@ -1,8 +1,7 @@
 """Forecasts the time to the first token of chains and of alternative strategies.
 
 The rates come from `Workload` and `Hardware`, or are measured here. The strategies are KV-Runahead as in the paper's
-section 4 (store-and-forward) or as in our engine (cut-through), TSP (section 3), zigzag ring attention, and one
-process.
+section 4 (store-and-forward) or as in our engine (cut-through), zigzag ring attention, and one process.
 """
 
 from __future__ import annotations
@@ -54,25 +53,6 @@ def single_seconds(costs: Costs, tokens: float) -> float:
     layer_s = tokens * costs.token_s + tokens**2 * costs.square_share * costs.pair_s
     head_s = costs.head_s * (tokens if costs.eager else 1.0)
     return costs.layers * max(layer_s, costs.launch_floor_s) + head_s
-
-
-def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:
-    """Time to the first token of tensor and sequence parallelism: even slices, an all-gather in every layer.
-
-    If `dense`, every rank attends to the whole prompt and masks the tokens after its own, as in the paper (Fig. 4).
-    Otherwise these are skipped, and the last rank has the most work.
-    """
-    if ranks == 1:
-        return single_seconds(costs, tokens)
-    own = tokens / ranks
-    gather_bytes_per_s = costs.link_bytes_per_s * costs.gather_link_share
-    gather_s = costs.link_latency_s * (ranks - 1) + (tokens - own) * costs.kv_bytes / gather_bytes_per_s
-    seen = tokens if dense or costs.eager else tokens - own / 2
-    work_s = own * (costs.token_s + seen * costs.pair_s) + tokens * costs.gather_copy_token_s
-    floor_s = costs.launch_floor_s + ranks * costs.gather_floor_per_rank_s
-    layer_s = costs.layer_s + gather_s + work_s / min(costs.speeds or (1.0,))
-    head_s = costs.head_s * (own if costs.eager else 1.0)
-    return costs.layers * max(layer_s, floor_s) + head_s
 
 
 def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
@@ -165,16 +145,6 @@ def _shaped(costs: Costs, tokens: int, ranks: int, shape: Array) -> Array:
     lengths[-1] *= math.exp(min(shape[2], 10.0))
     lengths = np.maximum(lengths * tokens / lengths.sum(), min(1.0, tokens / ranks))
     return np.asarray(lengths * tokens / lengths.sum())
-
-
-def ttft_star(single_s: float, ranks: int) -> float:
-    """Lower bound TTFT*(p) = TTFT(1) / 2 (1/p + 1/p^2) (eq. 3); more than p times faster than one process.
-
-    It assumes that all work is attention, and that one process computes the whole square C x C (eager). The work per
-    token only shrinks with 1/p, and flash kernels skip the masked triangle on one process, too: use
-    `lower_bound_seconds` then.
-    """
-    return single_s / 2 * (1 / ranks + 1 / ranks**2)
 
 
 def lower_bound_seconds(costs: Costs, tokens: float, ranks: int) -> float:

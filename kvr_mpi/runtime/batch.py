@@ -63,7 +63,7 @@ from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import check_same_documents, header_of_complete, known_corpus, open_run
+from kvr_mpi.store.run import known_corpus, open_run, read_header_of
 from kvr_mpi.store.states import STATES, StateWriter
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -118,15 +118,14 @@ def _run(
         )
         return [lock.number, [number for number in wanted if corpus.entries[number].id not in done | failed]]
 
-    def open_finished() -> list[Any] | None:
-        """Open a folder that this job has filled already, without loading weights; None if it is not such a folder."""
-        is_new = options.mode not in ("resume", "extend")
-        header = None if is_new else header_of_complete(folder, {corpus.entries[number].id for number in wanted})
+    def open_again() -> list[Any] | None:
+        """Open the folder of this job's run before weights are loaded; None if it has none, or that of another job."""
+        header = read_header_of(folder) if options.mode in ("resume", "extend") else None
         is_same = header is not None and header.identity == identity_of_job(spec, machine)
         return open_folder(header) if header is not None and is_same else None
 
     wanted = corpus.share(spec.documents.share)
-    opened = share_json(world, on_root(world, open_finished))  # only rank 0 lists the folder: listings may differ
+    opened = share_json(world, on_root(world, open_again))  # only rank 0 lists the folder: listings may differ
     if opened and not opened[1]:
         log.root(f"nothing left to do: {counted(len(wanted), _noun(spec))} already done")
         return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, 0, stop, log))))
@@ -246,10 +245,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     make_writable(folder)
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
-    corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))
-    if options.resume and not options.extend:  # fail before the model is loaded
-        check_same_documents(folder, corpus)
-    return corpus.to_json()
+    return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json()
 
 
 def open_source(setup: JobSetup, corpus: Corpus) -> Source:

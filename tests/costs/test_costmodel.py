@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.equations import tsp_seconds
 from kvr_mpi.costs.costmodel import (
     RelayKind,
     best_split,
@@ -19,7 +20,6 @@ from kvr_mpi.costs.costmodel import (
     ring_seconds,
     search_split,
     single_seconds,
-    tsp_seconds,
 )
 from kvr_mpi.costs.decoding import LEAST_GAIN, Wave, choose_decoding, step_seconds
 from kvr_mpi.costs.hardware import load_hardware
