@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +254,13 @@ def _print_summary(made: PlannedJob) -> None:
     click.echo("")
     for line in describe(found):
         click.echo(line)
+    prefill_s = plan_documents(spec, texts, found.ranks, replace(forecast, new_tokens=1)).makespan_s
+    if 2 * prefill_s < found.makespan_s:
+        share, floor = 100 - 100 * prefill_s / found.makespan_s, duration_text(forecast.answer_s)
+        click.echo(
+            f"{share:.0f} % of the time goes into generating answers of {forecast.new_tokens} tokens, which takes at "
+            f"least {floor} on any number of ranks; a lower generation.max_new_tokens shortens it"
+        )
     if made.errors:
         click.echo(f"{counted(len(made.errors), 'document')} will have error records:")
         click.echo(listed(made.errors))

@@ -51,7 +51,7 @@ run_options = grouped(
     click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
     click.option("--quiet", is_flag=True, help="Show only warnings, errors and the last line of the log."),
     click.option(
-        "--verbose", is_flag=True, help="Also show kernels, rates and versions, and lines instead of a progress bar."
+        "--verbose", is_flag=True, help="Also show kernels, rates and versions; print lines instead of a progress bar."
     ),
 )
 

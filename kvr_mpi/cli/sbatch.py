@@ -300,7 +300,7 @@ def fill_in(name: str, options: Mapping[str, str], arguments: Sequence[str], set
     first, *rest = (folder / name).read_text().splitlines()
     at = next(number for number, line in enumerate(rest) if line.startswith("#SBATCH"))  # before it: how to submit it
     lines, left = [first], dict(options)
-    for line in rest[at:]:
+    for line in (line for line in rest[at:] if not line.startswith("# ")):  # comments for those who edit it
         found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
         lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
@@ -393,7 +393,7 @@ def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocatio
         with_half_s = written_seconds(made.spec, plan_documents(made.spec, made.texts, half, made.forecast))
         if with_half_s is not None and with_half_s < ENOUGH * made.written_s:
             click.echo(
-                f"warning: {counted(half, 'rank')} would take {duration_text(with_half_s)}, and {nodes.ranks} "
+                f"warning: {counted(half, 'rank')} would take {duration_text(with_half_s)}, {nodes.ranks} ranks "
                 f"{duration_text(made.written_s)}: request fewer",
                 err=True,
             )

@@ -87,11 +87,13 @@ def _lines(found: Status) -> list[tuple[str, str]]:
 
     from kvr_mpi.errors import printable
     from kvr_mpi.report.style import bytes_text
+    from kvr_mpi.store.lock import WHY_KILLED
 
-    work = "running" if found.alive else "not running"
+    work = "running" if found.alive else "killed or crashed" if found.killed else "not running"
+    why = f": {WHY_KILLED}" if found.killed else ""
     rows = [
         ("state", _state(found)),
-        ("job", f"{work}: {found.owner or 'owner unknown'} (job {found.session} in this folder)"),
+        ("job", f"{work}: {found.owner or 'owner unknown'} (job {found.session} in this folder){why}"),
         *_counts(found),
     ]
     rows += _rank_lines(found)

@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    """A file of the corpus when it was listed; without access its size is -1. Files are compared without folders."""
+    """A file of the corpus when it was listed; without access its size is -1. `path` is not compared."""
 
     path: str = field(compare=False)
     name: str
@@ -200,7 +200,7 @@ def read_corpus(
 
 def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) -> Iterator[tuple[int, int, Document]]:
     """Yield (file, place, document), checked, with unique ids."""
-    seen: set[str] = set()
+    seen: dict[str, int] = {}  # number of the document, from 1
     copies: dict[str, int] = {}
     asked_for: str | None = None
     for count, (number, place, document) in enumerate(stream_rows(files, rows)):
@@ -211,16 +211,16 @@ def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) ->
             first = copies.get(document.id, 2)
             copy = next(n for n in range(first, len(seen) + 3) if f"{document.id}#{n}" not in seen)
             copies[document.id] = copy + 1
-            what = "an earlier document has the same id"
+            what = f"document {seen[document.id]} has the same id"
             if rows.kind == "openai-batch":
-                what = "an earlier request has the same custom_id, so this one was not run"
+                what = f"request {count + 1} has the custom_id of request {seen[document.id]}, so it was not run"
             error = document.error or f"duplicate id {document.id!r}: {what}; make ids unique"
             document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
         model = document.passed.get("model") if rows.kind == "openai-batch" and document.error is None else None
         if model is not None and model != (asked_for := asked_for or model):
             error = f"body.model is {model!r}, the first row's is {asked_for!r}; a job uses one model: split the file"
             document = Document(document.id, error=error, passed=document.passed)
-        seen.add(document.id)
+        seen[document.id] = count + 1
         yield number, place, document
 
 

@@ -28,7 +28,7 @@ class GenerationSection(Strict):
         description="below 1: likely tokens become more likely; 0: greedy, the default unless top_k, top_p or min_p is "
         "set",
     )
-    top_k: int | None = Field(None, ge=0, description="sample only from this many most likely tokens")
+    top_k: int | None = Field(None, ge=0, description="sample only from this many of the most likely tokens")
     top_p: float | None = Field(
         None, gt=0, le=1, description="sample only from the most likely tokens that together have this probability"
     )

@@ -60,7 +60,7 @@ class DocumentsSection(Strict):
         description="which documents come first: longest, so that the job ends soonest; shortest, so that answers "
         "come early; given, as in the corpus",
     )
-    shard: str | None = Field(None, description="'i/n': every n-th document, from the i-th (0 to n - 1)")
+    shard: str | None = Field(None, description="'i/n': every n-th document, starting with number i (0 to n - 1)")
     reuse: str | None = Field(
         None,
         min_length=1,

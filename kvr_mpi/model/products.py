@@ -93,7 +93,7 @@ def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
 def narrow_weights(
     model: torch.nn.Module, library: KernelLibrary, most_bytes: float
 ) -> dict[torch.nn.Linear, NarrowWeights]:
-    """Copy weights in fewer bits, for shapes where that is lossless in all layers, up to `most_bytes`."""
+    """Copy weights in fewer bits, up to `most_bytes`, for the shapes where this is lossless in all layers."""
     found: dict[torch.nn.Linear, NarrowWeights] = {}
     for layers in find_products(model).values():
         if sum(layer.weight.nbytes for layer in layers) / 2 > most_bytes:

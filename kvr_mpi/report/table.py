@@ -32,7 +32,7 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     """Count failed documents by cause, the most frequent first, with one example message each."""
     width = max((len(str(count)) for count in reasons.values()), default=0)
     shown = list(reasons.items())[:MAX_REASONS]
-    lines = [f"{n:{width}} x {'such as: ' if n > 1 else ''}{printable(reason, '')}" for reason, n in shown]
+    lines = [f"{n:{width}} x {printable(reason, '')}" for reason, n in shown]
     rest = list(reasons.values())[MAX_REASONS:]
     return lines + ([f"{sum(rest)} for {len(rest)} other reasons"] if rest else [])
 

@@ -54,15 +54,16 @@ from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import own_device
+from kvr_mpi.setup.planning import identity_of_job
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.folder import make_writable, survey
 from kvr_mpi.store.lock import Lock
-from kvr_mpi.store.log import software
+from kvr_mpi.store.log import Header, software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import check_same_documents, known_corpus, open_run
+from kvr_mpi.store.run import known_corpus, open_run, read_header_of
 from kvr_mpi.store.states import STATES, StateWriter
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -101,6 +102,33 @@ def _run(
         return held.enter_context(Lock(folder, machine.owner, log.line))
 
     lock = on_root(world, claim_folder)
+
+    def open_folder(header: Header) -> list[Any]:
+        """Repair the output folder; return the number of the session, and the documents left."""
+        assert lock is not None, "on rank 0"
+        done, failed = open_run(
+            folder,
+            header,
+            corpus,
+            lock,
+            share=spec.documents.share,
+            mode=options.mode,
+            retry_failed=options.retry_failed,
+            say=log.line,
+        )
+        return [lock.number, [number for number in wanted if corpus.entries[number].id not in done | failed]]
+
+    def open_again() -> list[Any] | None:
+        """Open the folder of this job's run before weights are loaded; None if it has none, or that of another job."""
+        header = read_header_of(folder) if options.mode in ("resume", "extend") else None
+        is_same = header is not None and header.identity == identity_of_job(spec, machine)
+        return open_folder(header) if header is not None and is_same else None
+
+    wanted = corpus.share(spec.documents.share)
+    opened = share_json(world, on_root(world, open_again))  # only rank 0 lists the folder: listings may differ
+    if opened and not opened[1]:
+        log.root(f"nothing left to do: {counted(len(wanted), _noun(spec))} already done")
+        return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, 0, stop, log))))
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
     links, reason = open_transport(world, spec.parallel.transport, device)
@@ -114,30 +142,12 @@ def _run(
         log.root(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
-
-    def open_folder() -> list[Any]:
-        """Repair the output folder; return the number of the session, and the finished documents."""
-        assert lock is not None, "on rank 0"
-        done, failed = open_run(
-            folder,
-            prepared.header(),
-            corpus,
-            lock,
-            share=spec.documents.share,
-            mode=options.mode,
-            retry_failed=options.retry_failed,
-            say=log.line,
-        )
-        return [lock.number, sorted(done | failed)]
-
-    # Only rank 0 lists the folder: listings on two ranks may differ.
-    session, ids = share_json(world, on_root(world, open_folder))
-    done = set(ids)
-    todo = [number for number in corpus.share(spec.documents.share) if corpus.entries[number].id not in done]
+    session, todo = opened or share_json(world, on_root(world, lambda: open_folder(prepared.header())))
+    done = len(wanted) - len(todo)
     what = "questions about documents" if spec.questions else "documents"
     if spec.prompts:
         what = f"documents: {len(corpus) // len(spec.prompts)}, prompts about them"
-    log.root(f"{what}: {len(corpus)}" + (f", {len(done)} of them already done" if done else ""))
+    log.root(f"{what}: {len(corpus)}" + (f", {done} of them already done" if done else ""))
     if spec.output.kv and spec.questions is None:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
         log.root(about)
@@ -185,10 +195,6 @@ def _run(
                 log.root(cost.describe_outcome())
             writer.end_with(cost)
     world.barrier()
-    if lock is not None:
-        with suppress(OutputError, OSError):  # another job has taken the folder, or files cannot be deleted
-            lock.check(anew=True)
-            remove_rank_files(folder / STATES)
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
@@ -239,10 +245,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     make_writable(folder)
     if others := find_others(spec):
         log.line(f"{describe_others(others)}: {name_files(others)}")
-    corpus = scan_documents(spec, None if options.overwrite else known_corpus(folder))
-    if options.resume and not options.extend:  # fail before the model is loaded
-        check_same_documents(folder, corpus)
-    return corpus.to_json()
+    return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json()
 
 
 def open_source(setup: JobSetup, corpus: Corpus) -> Source:
@@ -265,6 +268,9 @@ def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log)
     """Merge the results if that is cheap, then print the table and the exit line, with counts from the logs."""
     assert lock is not None, "on rank 0"
     folder = Path(spec.output.path)
+    with suppress(OutputError, OSError):  # another job has taken the folder, or files cannot be deleted
+        lock.check(anew=True)
+        remove_rank_files(folder / STATES)
     if left:
         lock.release()
         log.line(exit_line(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}"))

@@ -112,6 +112,11 @@ class Forecast:
         """Whether one rank runs plain transformers (``strategy = "single"``)."""
         return self.strategies[0].is_plain
 
+    @property
+    def answer_s(self) -> float:
+        """Time of one answer decoded by itself, without attention to its prompt: no number of ranks is faster."""
+        return max(0, self.new_tokens - 1) * self.costs.step_s
+
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
         """Chunk size in tokens of a prompt's slices on `ranks` ranks; None for whole slices."""
         strategy = self.strategy(tokens, ranks)

@@ -47,7 +47,7 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     """Schedule documents (id, tokens of text) on ranks."""
     documents = [(name, prompt_tokens(spec.prompt, forecast.frame, tokens)) for name, tokens in texts]
     documents.sort(key=lambda document: order_key(spec.documents.order, document[1]))
-    forecast = replace(forecast, load=len(documents) / ranks)
+    forecast = replace(forecast, load=sum(tokens > 0 for _, tokens in documents) / ranks)
 
     def fits(tokens: int, length: int) -> bool:
         return (length == 1 or spec.takes_chains) and forecast.fits(tokens, length)

@@ -163,18 +163,9 @@ class JobSetup:
         return with_memory(forecast, self.spec, config, self.footprint, room)
 
     def header(self) -> Header:
-        """Return the header of the results: everything on which the answers depend."""
+        """Return the header of the results."""
         spec, loaded = self.spec, self.loaded
-        identity = {
-            "model": loaded.fingerprint,
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "frame": hashlib.sha256(json.dumps([self.frame.head, self.frame.tail]).encode()).hexdigest(),
-            **identity_of(spec),
-        }
-        if self.compression is not None:
-            identity["compress"] = self.compression.identity
-        if self.rolling is not None:
-            identity["cache"] = self.rolling.name
+        identity = whole_identity(spec, loaded, self.frame, self.compression, self.rolling)
         about: dict[str, Any] = {
             "name": loaded.name,
             "architecture": loaded.shape.architecture,
@@ -185,3 +176,20 @@ class JobSetup:
         if self.weights:
             about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": self.weights}
         return Header(identity, about)
+
+
+def whole_identity(
+    spec: JobSpec, loaded: LoadedModel, frame: Frame, compression: Compression | None, rolling: Rolling | None
+) -> dict[str, Any]:
+    """Return everything on which the answers depend; `loaded` may have no weights."""
+    identity = {
+        "model": loaded.fingerprint,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "frame": hashlib.sha256(json.dumps([frame.head, frame.tail]).encode()).hexdigest(),
+        **identity_of(spec),
+    }
+    if compression is not None:
+        identity["compress"] = compression.identity
+    if rolling is not None:
+        identity["cache"] = rolling.name
+    return identity

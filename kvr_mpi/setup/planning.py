@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.costs.workload import workload_of
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.documents.templates import check_system
@@ -29,7 +31,7 @@ from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of, with_memo
 from kvr_mpi.schedule.history import Expected, History, expect, find_history, is_forecast
 from kvr_mpi.schedule.placement import Schedule
 from kvr_mpi.schedule.plan import plan_documents, prompt_tokens, two_parts, written_seconds
-from kvr_mpi.setup.job_setup import Machine
+from kvr_mpi.setup.job_setup import Machine, whole_identity
 from kvr_mpi.setup.stored_size import stored_bytes, stored_text
 from kvr_mpi.topology import whole_groups
 
@@ -122,11 +124,8 @@ class PlannedJob:
         return stored_text(len(self.texts) - len(self.errors), size, free)
 
 
-def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:
-    """Read a job's corpus, and plan the job for some ranks; raise `ConfigError` if the speed of a rank is unknown."""
-    parse_templates(spec)
-    check_tensor_parallel(spec)
-    check_system(spec.prompt.system)
+def outline_of(spec: JobSpec, machine: Machine) -> LoadedModel:
+    """Load a job's model without weights (`load_outline`)."""
     source = spec.model
     outline = load_outline(
         source.path,
@@ -135,8 +134,25 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
         trust_remote_code=source.trust_remote_code,
         cache_dir=machine.cache_dir,
     )
-    if source.adapter is not None:
-        outline = replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
+    return replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
+
+
+def identity_of_job(spec: JobSpec, machine: Machine) -> dict[str, Any]:
+    """Return a job's identity as results store it, without loading weights."""
+    outline = outline_of(spec, machine)
+    frame = frame_of(spec, outline.tokenizer, outline.shape, spec.prompt.first_template)
+    compression = None if spec.compress is None else open_compression(spec.compress, outline)
+    rolling = rolling_of(spec.cache.kind, spec.cache.tokens, spec.parallel.chunk_tokens)
+    identity: dict[str, Any] = json.loads(json.dumps(whole_identity(spec, outline, frame, compression, rolling)))
+    return identity
+
+
+def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) -> PlannedJob:
+    """Read a job's corpus, and plan the job for some ranks; raise `ConfigError` if the speed of a rank is unknown."""
+    parse_templates(spec)
+    check_tensor_parallel(spec)
+    check_system(spec.prompt.system)
+    outline = outline_of(spec, machine)
     if (rolling := rolling_of(spec.cache.kind, spec.cache.tokens, spec.parallel.chunk_tokens)) is not None:
         check_rolling(outline.shape, rolling, in_parts=outline.shape.why_whole is None)
     templates = [*spec.prompts.values()] or [spec.prompt.first_template]

@@ -26,6 +26,7 @@ from kvr_mpi.plain import Count, UnixTime, read_plain
 BEAT_S = 2.0
 # An owner whose number has not changed for this long counts as dead.
 WATCH_S = 20.0
+WHY_KILLED = "its launcher's output, sacct or dmesg may say why, such as out of memory"
 LOCK_BYTES = 1024  # always rewritten in place at full length, which needs no space on a full disk
 
 
@@ -130,6 +131,8 @@ class Lock:
         before = session_of(folder)
         if is_alive(folder, WATCH_S, owner, say):
             raise OutputError(_refusal(folder, read_lock(folder)))
+        if (last := read_lock(folder)) is not None and not last.released:
+            say(f"the last job in {str(folder)!r} was killed or crashed ({_describe(last)}): {WHY_KILLED}")
         self.number = max([before, *_numbers(folder, LOG_NAME)]) + 1  # locks may be deleted
         self._handle = self._make()
         for number in _numbers(folder):

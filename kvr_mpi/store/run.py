@@ -94,18 +94,15 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
 
     `open_run` checks those that depend on the model (`OF_MODEL`). Raises `OutputError`, which says what differs.
     """
-    header = None
-    with contextlib.suppress(DataError, OSError):  # `open_run` sets damaged files aside
-        header = read_run_header(folder)
-    if header is not None:
+    if (header := read_header_of(folder)) is not None:
         _check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
 
 
-def check_same_documents(folder: Path, corpus: Corpus) -> None:
-    """Refuse to continue a run with other documents, before a model is loaded; the `OutputError` says what differs."""
-    before = known_corpus(folder)
-    if before is not None and survey(folder).records:
-        _check_corpus(folder, before, corpus)
+def read_header_of(folder: Path) -> Header | None:
+    """Read a run's latest header; None if there is none, or only damaged ones, which `open_run` sets aside."""
+    with contextlib.suppress(DataError, OSError):
+        return read_run_header(folder)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class Status:
     total : documents of the corpus, or of the latest job's share; None if not known.
     left : documents neither done nor failed.
     owner : process that holds, or last held, the folder.
+    killed : whether that process ended without reporting it.
     rate_per_h, lately_per_h : documents answered per hour, since this job's ranks began, and in the last `LATELY_S`;
         if no job is running, `rate_per_h` covers all jobs of the run.
     eta_s : seconds until all documents are finished, at the recent rate if known; None if not known, and before the
@@ -61,6 +62,7 @@ class Status:
     reasons: dict[str, int]
     ranks: tuple[RankState, ...] = ()
     silent: tuple[int, ...] = ()
+    killed: bool = False
 
 
 def read_status(folder: Path, now_s: float | None = None) -> Status:
@@ -106,6 +108,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         reasons=summary.reasons,
         ranks=ranks,
         silent=silent_ranks(ranks),
+        killed=lock is not None and not (alive or lock.released),
     )
 
 

@@ -11,12 +11,15 @@ REASON_CHARS = 240
 # Words that are specific to one document: those that contain digits, slashes, quotes or brackets.
 PARTICULAR = re.compile(r"""\S*[\d/'"`\[\]{}()]\S*""")
 
+# Marks the message of a cause that other documents have with other words of this kind, which do not count.
+SIMILAR = " (and similar)"
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """Counts of documents by status.
 
-    reasons : number of failed documents by cause, the most frequent first; the key is the message of one of them.
+    reasons : number of failed documents by cause (`count_reasons`), the most frequent first.
     """
 
     done: int
@@ -36,7 +39,7 @@ def shorten(error: str) -> str:
 
 
 def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
-    """Map the first message of each cause to its number of documents, the most frequent first.
+    """Map the first message of each cause, marked if others differ, to its number of documents, most frequent first.
 
     Each error has the id of a document or "", its shortened message, and the number of documents with this message; its
     cause is the words that are not specific to the document, if there are any.
@@ -46,5 +49,8 @@ def count_reasons(errors: Iterable[tuple[str, str, int]]) -> dict[str, int]:
     for document_id, error, count in errors:
         text = re.sub(rf"(?<!\w){re.escape(document_id)}(?!\w)", "", error) if document_id else error
         cause = " ".join(PARTICULAR.sub("", text).split()) or error
-        counts[first.setdefault(cause, error)] += count
-    return dict(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+        shown = first.setdefault(cause, error)
+        if error != shown:
+            first[cause] = shown.removesuffix(SIMILAR) + SIMILAR
+        counts[cause] += count
+    return {first[cause]: count for cause, count in sorted(counts.items(), key=lambda one: (-one[1], first[one[0]]))}

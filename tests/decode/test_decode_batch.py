@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.sampling import Answer
+from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_single
@@ -174,8 +176,14 @@ def test_stop_strings(tokenizer: Any) -> None:
 
 
 def test_a_batch_that_does_not_fit_shrinks() -> None:
+    def combined() -> int:
+        """Number of rows' combined caches in memory."""
+        gc.collect()
+        return sum(type(each) is DecodeCache for each in gc.get_objects())
+
     loaded, rows, failures = ready("llama-gqa"), list[int](), list[int]()
-    batch, truths = begun(loaded), truths_of(loaded)
+    truths, before_it = truths_of(loaded), combined()
+    batch = begun(loaded)
     batch.step()
 
     def two_fit(module: Any, inputs: Any) -> None:
@@ -184,7 +192,9 @@ def test_a_batch_that_does_not_fit_shrinks() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with before(loaded, 1, two_fit):
-        assert tokens_of(finish(batch)) == truths
+        batch.step()
+        assert combined() - before_it <= 3, "those of longer rows are gone"
+        assert tokens_of(finish(batch)) == truths and combined() == before_it
     assert batch.most_rows == 2 == max(rows) and len(failures) <= 3
 
 

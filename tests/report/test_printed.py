@@ -235,11 +235,11 @@ def test_errors_come_first_and_are_counted_by_reason() -> None:
     out = show(*(done(f"doc-{n:03d}") for n in range(50)), Record("z", "error", error="not UTF-8"), *failed)
     rows = out.splitlines()[1 : MAX_ROWS + 1]
     assert all("error: " in row for row in rows[:31]) and all("doc-" in row for row in rows[31:])
-    assert f"30 x such as: {errors[0]}" in out and " 1 x not UTF-8" in out and "--errors" in out
+    assert f"30 x {errors[0]} (and similar)\n" in out and " 1 x not UTF-8" in out and "--errors" in out
     assert out.index("30 x") < out.index(" 1 x") < out.index("50 done, 31 failed")
     reasons = {f"reason {chr(97 + n)}": 20 - n for n in range(14)}
     first, *_, last = lines = reason_lines(reasons)
-    assert first == "20 x such as: reason a" and last == f"{10 + 9 + 8 + 7} for 4 other reasons" and len(lines) == 11
+    assert first == "20 x reason a" and last == f"{10 + 9 + 8 + 7} for 4 other reasons" and len(lines) == 11
 
 
 @settings(max_examples=50)

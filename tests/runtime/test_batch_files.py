@@ -49,7 +49,7 @@ def test_a_batch_file_is_a_job_and_its_responses_lie_beside_the_results(
     found = [json.loads(line) for line in responses.read_text().splitlines()]
     assert [one["custom_id"] for one in found] == ["a", "b", "b", "c"]
     assert [one["error"] is None for one in found] == [True, True, False, False]
-    assert "the same custom_id, so this one was not run" in found[2]["error"]["message"]
+    assert "so it was not run" in found[2]["error"]["message"]
     exported = run_kvr("export", responses.parent, "--format", "openai-batch")
     assert exported[1] == responses.read_text()
     again = run_here(1, [*words, "--resume"])

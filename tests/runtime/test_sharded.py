@@ -84,7 +84,7 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
     assert asked.tokens == run_job(1, of=ask_about(truth)).tokens
     check_same(out, truth)
     again = run_job(2, f"output.kv={kv}", LONGER, to="out", words=["--resume"])
-    assert "5 of them already done" in again.log
+    assert "5 documents already done" in again.log
     code, _, said = run_kvr("merge", out)
     assert code == 0 and not list(out.glob("kv-*.h5")), said
     check_same(out, truth)

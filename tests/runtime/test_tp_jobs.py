@@ -100,7 +100,10 @@ def test_what_groups_store_is_what_one_process_stores(run_job: Any, ask_about: A
 @pytest.mark.usefixtures("unmerged")
 def test_a_damaged_piece_is_an_error_record_on_all_ranks(run_job: Any, ask_about: Any) -> None:
     """One rank of the group reads it, the other does not: nobody waits, and nobody answers from it."""
-    pieces = run_job(2, GROUPS, KV, "documents.limit=4").folder
+    run = run_job(2, GROUPS, KV, "documents.limit=4", "generation.max_new_tokens=1")
+    rows, pieces = {record.ttft_s for record in run.records.values()}, run.folder
+    both = sum(record.rank_s for record in run.records.values())
+    assert both == pytest.approx(2 * sum(rows)), "of both ranks, divided over a row's prompts; no step followed"
     (path,) = pieces.glob("kv-*-0001-*.h5")
     with h5py.File(path, "r+") as file:
         keys = kv_in(file, "doc-2.txt")["layer_001/keys"]

@@ -98,7 +98,7 @@ def test_a_killed_owner_on_this_machine_is_known_at_once(tmp_path: Path) -> None
     plant(tmp_path, replace(me, started=me.started - 1), number=3)
     assert not is_alive(tmp_path)
     Lock(tmp_path, me, said.append).release()
-    assert said == [], "nobody is watched"
+    assert len(said) == 2 and all("killed" in line for line in said), "nobody is watched"
 
 
 def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_restarted_job_takes_over_from_itself(tmp_path: Path, restart: int, at
     said: list[str] = []
     began = time.monotonic()
     lock = Lock(tmp_path, this_process("1234", restart), said.append)
-    assert (said == []) == at_once and lock.number == 2
+    assert any("watching" in line for line in said) != at_once and lock.number == 2
     assert at_once or time.monotonic() - began >= 0.6, "else it is watched, and dead if it stands still"
     lock.release()
 

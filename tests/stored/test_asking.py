@@ -94,7 +94,7 @@ def test_some_documents_a_file_of_questions_and_resuming(run: Path, tmp_path: Pa
     asked = (run, 'questions.documents=["doc-1.txt", "doc-3.txt"]', f"questions.ask={file}")
     found = ask(*asked, ranks=2, to="asked").records
     assert {*found} == {f"doc-{n}.txt#{name}" for n in (1, 3) for name in ("when", "q2")}
-    assert "4 of them already done" in ask(*asked, ranks=3, to="asked", words=["--resume"]).log
+    assert "4 questions already done" in ask(*asked, ranks=3, to="asked", words=["--resume"]).log
 
 
 @pytest.mark.slow
