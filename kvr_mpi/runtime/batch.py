@@ -58,7 +58,7 @@ from kvr_mpi.setup.planning import identity_of_job
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
-from kvr_mpi.store.folder import make_writable, survey
+from kvr_mpi.store.folder import make_writable, survey, writing
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
 from kvr_mpi.store.results import Results, open_results
@@ -276,11 +276,12 @@ def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log)
         log.line(exit_line(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}"))
         return EXIT_STOPPED
     lock.check(anew=True)  # merging replaces files: the folder must still be this job's
-    result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
+    with writing(folder):
+        result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
+        results = Results.of(survey(folder))  # a share may have no documents
     lock.release()
     if spec.documents.format == "openai-batch":
         write_batch(folder, log)
-    results = Results.of(survey(folder))  # a share may have no documents
     summary = results.summary()
     log.line(f"cost: {results.cost.describe(summary.done)}")
     if log.level != "quiet":
