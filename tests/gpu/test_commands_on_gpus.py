@@ -75,9 +75,17 @@ def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any
 
 
 @pytest.mark.slow
-def test_ranks_are_verified(job: Path, launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [("verify", "--lengths 24", "checks passed on 2 ranks"), ("search", "--contexts 64 --output", "entries for 64")],
+)
+def test_ranks_are_verified_and_measured_in_bfloat16_by_flash_attention(
+    command: str, words: str, said: str, job: Path, launch: Any, gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    assert "checks passed on 2 ranks" in launch(2, job, "--lengths", "24", command="verify")
+    given = [*words.split(), *([job.parent / "tables"] if command == "search" else [])]
+    assert said in launch(2, job, *given, settings=("model.dtype=bfloat16",), command=command)
+    assert gpus.calls["dense"] > 0
 
 
 # Every setting of a job: one CPU's answers, or the same refusal
