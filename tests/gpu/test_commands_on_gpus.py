@@ -76,16 +76,21 @@ def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "words", "said"),
-    [("verify", "--lengths 24", "checks passed on 2 ranks"), ("search", "--contexts 64 --output", "entries for 64")],
+    ("command", "words", "said", "kernel"),
+    [
+        ("verify", "--lengths 24", "checks passed on 2 ranks", "dense"),
+        ("search", "--contexts 64 --output", "entries for 64", "dense"),
+        ("run", "", "5 documents", "paged"),
+    ],
 )
-def test_ranks_are_verified_and_measured_in_bfloat16_by_flash_attention(
-    command: str, words: str, said: str, job: Path, launch: Any, gpus: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+def test_ranks_use_flash_attention_in_bfloat16(
+    command: str, words: str, said: str, kernel: str, job: Path, launch: Any, gpus: PretendedCuda, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
+    monkeypatch.setattr("kvr_mpi.setup.prepare.why_not_packed", lambda *given: None)  # its trial uses pages, too
     given = [*words.split(), *([job.parent / "tables"] if command == "search" else [])]
     assert said in launch(2, job, *given, settings=("model.dtype=bfloat16",), command=command)
-    assert gpus.calls["dense"] > 0
+    assert gpus.calls[kernel] > 0
 
 
 # Every setting of a job: one CPU's answers, or the same refusal
