@@ -25,9 +25,9 @@ from made_runs import stored_layers
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import refusals
-from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.setup import prepare
+from kvr_mpi.setup.prepare import try_rows
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 
@@ -182,7 +182,8 @@ class Bench:
         path.write_text(toml_of(job))
         with self.monkeypatch.context() as patch:
             if "pages" in names:
-                patch.setattr(prepare, "open_arena", open_pages)
+                patch.setattr(prepare, "EXTENT_SHARE", 0)
+                patch.setattr(prepare, "try_rows", try_pages)
             arguments: list[Any] = [path]
             if "resumed" in names:
                 path.write_text(toml_of({**job, "documents.shard": "0/2"}))
@@ -221,11 +222,10 @@ class Bench:
         return self.truths[known]
 
 
-def open_pages(spec: Any, loaded: LoadedModel, free_bytes: int, say: Any, *, is_packed: bool) -> Arena | None:
-    """As on a GPU, without the trial."""
-    if not is_packed or spec.is_spread:
-        return None
-    return Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
+def try_pages(spec: Any, loaded: LoadedModel, say: Any) -> tuple[str | None, bool]:
+    """As on a GPU, without the trial of pages."""
+    why, _ = try_rows(spec, loaded, say)
+    return why, why is None and not spec.is_spread
 
 
 def keys_and_values(path: Path) -> dict[str, Any]:

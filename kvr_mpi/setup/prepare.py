@@ -89,9 +89,9 @@ def prepare(
     compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
     strategies = check_together(partial(_check_strategies, spec, loaded, say))
     rolling = together(world, partial(_open_rolling, spec, loaded, say))
-    why_alone = None if rolling is None else "rolling caches cannot be combined in a row yet"
+    why_alone, in_pages = None if rolling is None else "rolling caches cannot be combined in a row yet", False
     if rolling is None and not plain:
-        why_alone = check_together(partial(why_not_packed, loaded))
+        why_alone, in_pages = check_together(partial(try_rows, spec, loaded, say))
     if compression is not None:
         say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
     if (chunk_tokens := spec.chunk_tokens) != "auto":
@@ -123,8 +123,8 @@ def prepare(
     free_bytes = _room(spec, loaded, ranks, sharing)
     longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
     footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies, *longest, min(free_bytes)))
-    paging = partial(open_arena, spec, loaded, free_bytes[ranks.lane.rank], say)
-    arena = check_together(partial(paging, is_packed=why_alone is None and not plain))
+    extent_bytes = int(EXTENT_SHARE * free_bytes[ranks.lane.rank])
+    arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=extent_bytes) if in_pages else None
     is_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
     is_chosen |= spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
     costs = costs_of(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
@@ -381,18 +381,21 @@ def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadShar
     return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 
 
-def open_arena(spec: JobSpec, loaded: LoadedModel, free_bytes: int, say: Say, *, is_packed: bool) -> Arena | None:
-    """Create a rank's page pool, with `free_bytes` for prompts; None if documents are not decoded from pages.
+def try_rows(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[str | None, bool]:
+    """Try two documents in one row; return why they do not run so, and whether they are decoded from pages.
 
-    On CPUs, separate memory is as fast. Sharded documents are decoded by all ranks, without a pool.
+    Where pages hold, so does separate memory, from which each document is read alone; on CPUs that is as fast. Sharded
+    documents are decoded by all ranks, without pages.
     """
-    if loaded.device.type != "cuda" or spec.is_spread or not is_packed:
-        return None
-    layers = loaded.shape.layers
-    if why := why_not_packed(loaded, Arena(layers, loaded.dtype, loaded.device, extent_bytes=0)):
-        say(f"documents decoded together use separate memory and a separate attention call each: {why}")
-        return None
-    return Arena(layers, loaded.dtype, loaded.device, extent_bytes=int(EXTENT_SHARE * free_bytes))
+    why_no_pages = None
+    if loaded.device.type == "cuda" and not spec.is_spread:
+        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
+        if (why_no_pages := why_not_packed(loaded, arena)) is None:
+            return None, True
+    why_alone = why_not_packed(loaded)
+    if why_alone is None and why_no_pages is not None:
+        say(f"documents decoded together use separate memory and a separate attention call each: {why_no_pages}")
+    return why_alone, False
 
 
 def describe_portable(loaded: LoadedModel) -> Iterator[str]:

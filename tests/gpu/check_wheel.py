@@ -1,9 +1,10 @@
 """What this program asks of torch's CUDA build, checked against the real wheel on a machine without a GPU.
 
-First names: every one that only such a build has. Then what torch compiles for GPUs of three architectures: how much
-shared memory FlexAttention's kernels take, and whether that is more than such a GPU has; and how many kernels gates and
-rotary embeddings are. For the Python of an environment that has the wheel (``make cuda-wheel`` makes it); prints a line
-of JSON for each finding, and ends with 1 if something is wrong.
+First names and signatures: NCCL's groups, made and called by our transport, and what else only such a build has. Then
+what torch compiles for GPUs of three architectures: how much shared memory FlexAttention's kernels take, and whether
+that is more than such a GPU has; and how many kernels gates and rotary embeddings are. For the Python of an environment
+that has the wheel (``make cuda-wheel`` makes it); prints a line of JSON for each finding, and ends with 1 if something
+is wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.nccl import MAX_BLOCKS, open_nccl
 
 # Bytes of shared memory that a block may have (NVIDIA, CUDA programming guide, compute capabilities).
 LIMITS = {(8, 0): 166_912, (8, 6): 101_376, (9, 0): 232_448}
@@ -43,16 +47,7 @@ def missing_names() -> Iterator[str]:
     if not dist.is_nccl_available():
         yield "NCCL"
         return
-    group: Any = dist.ProcessGroupNCCL
-    yield from (
-        f"ProcessGroupNCCL.{name}"
-        for name in ("send", "recv", "allreduce", "shutdown", "abort")
-        if not hasattr(group, name)
-    )
-    options = group.Options(is_high_priority_stream=True)
-    options.config.max_ctas = 4
-    if options.config.max_ctas != 4:
-        yield "ProcessGroupNCCL.Options.config.max_ctas"
+    yield from run_local(2, what_nccl_takes)[0]
     work: Any = dist.Work
     yield from (f"Work.{name}" for name in ("is_completed", "exception", "wait") if not hasattr(work, name))
     from torch.nn import attention
@@ -63,6 +58,22 @@ def missing_names() -> Iterator[str]:
         yield "FA3 among list_flash_attention_impls()"
     about: Any = torch._C._CudaDeviceProperties
     yield from (f"device properties: {name}" for name in PROPERTIES if not hasattr(about, name))
+
+
+def what_nccl_takes(rank: LocalTransport) -> list[str]:
+    """Say what is wrong with NCCL's own groups of two ranks: they refuse host memory, and nothing else of our calls."""
+    ranks, host, found = open_nccl(rank, torch.device("cpu")), torch.zeros(4), list[str]()
+    for call in (lambda: ranks.isend(host, 1, 0), lambda: ranks.irecv(host, 1, 0), lambda: ranks.all_reduce(host)):
+        try:
+            call()
+            found.append("host memory is not refused")
+        except (TypeError, ValueError, RuntimeError) as error:
+            found += [] if "must be CUDA and dense" in str(error) else [str(error)]
+    if ranks._groups.up.options.config.max_ctas != MAX_BLOCKS:
+        found.append("ProcessGroupNCCL.Options.config.max_ctas")
+    ranks.abort_sums()
+    ranks.close()
+    return found
 
 
 @contextmanager
@@ -135,9 +146,10 @@ def pretended(capability: tuple[int, int]) -> Iterator[dict[str, int]]:
     driver.set_active(asked_by_triton)
     for module in list(sys.modules.values()):
         if module.__name__.startswith("torch") and hasattr(module, "has_triton"):
-            module.has_triton = lambda *given, **how: True
+            vars(module)["has_triton"] = lambda *given, **how: True
     found: dict[str, int] = {}
-    compile_one: Any = heuristics.CachingAutotuner._precompile_config
+    tuner: Any = heuristics.CachingAutotuner
+    compile_one: Any = tuner._precompile_config
 
     def compile_and_note(self: Any, config: Any) -> Any:
         made = compile_one(self, config)
@@ -150,8 +162,7 @@ def pretended(capability: tuple[int, int]) -> Iterator[dict[str, int]]:
         self.launchers = [lambda *given, **how: None]  # of a small kernel before it, which is not run
 
     fake.init_gpu_context = lambda device=None: None  # type: ignore[assignment]
-    heuristics.CachingAutotuner._precompile_config = compile_and_note
-    heuristics.CachingAutotuner._make_launchers = stop
+    tuner._precompile_config, tuner._make_launchers = compile_and_note, stop
     yield found
 
 
@@ -185,10 +196,11 @@ def compile_function(name: str) -> None:
         turned = (torch.cat((-each[..., half:], each[..., :half]), dim=-1) for each in (q, k))
         return tuple(one * cos[:, None] + other * sin[:, None] for one, other in zip((q, k), turned, strict=True))
 
-    own, shapes = {
+    functions: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         "gates": (fused.gate_of(torch.nn.functional.silu), [(1, 300, 14336)] * 2),
         "rotary embeddings": (rotate, [(1, 300, 32, 128), (1, 300, 8, 128), (1, 300, 128), (1, 300, 128)]),
-    }[name]
+    }
+    own, shapes = functions[name]
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         given = [torch.empty(shape, dtype=torch.bfloat16, device=torch.device("cuda", 0)) for shape in shapes]
@@ -242,11 +254,8 @@ def without_driver(folder: Path, words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    if not wanted:
-        sys.exit(main(None))
     if "LD_PRELOAD" in os.environ:
         sys.setdlopenflags(os.RTLD_LAZY)  # a library that Triton makes names functions of the driver that nobody calls
-        sys.exit(main((int(wanted[0]), int(wanted[1]))))
+        sys.exit(main((int(sys.argv[1][0]), int(sys.argv[1][1])) if sys.argv[1:] else None))
     with tempfile.TemporaryDirectory() as made:
         sys.exit(without_driver(Path(made), sys.argv[1:]))

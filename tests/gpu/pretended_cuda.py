@@ -39,7 +39,7 @@ TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
 # The host has to know the size of what they give.
 SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::unique", "aten::bincount")
 TO, PIN = torch.Tensor.to, torch.Tensor.pin_memory
-HISTOGRAM, COPY = torch.ops.aten.histc.default, torch.ops.aten.copy_.default
+COPY = torch.ops.aten.copy_.default
 KERNELS = {DENSE: "dense", VARLEN: "varlen", CUDNN: "cudnn"}
 
 
@@ -93,8 +93,9 @@ class GpuTensor(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
-    def __deepcopy__(self, memo: Any) -> GpuTensor:
-        return self.gpus.put(self.on_cpu.clone(), self.place)
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        copied = self.gpus.put(self.on_cpu.clone(), self.place)
+        return torch.nn.Parameter(copied, requires_grad=False) if isinstance(self, torch.nn.Parameter) else copied
 
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError(f"can't convert {self.place} device type tensor to numpy")
@@ -338,8 +339,6 @@ class PretendedCuda:
         known = {id(leaf.on_cpu): leaf for leaf in leaves if isinstance(leaf, GpuTensor)}
         on_cpu = tuple(_on_cpu(each) for each in args)
         options = {name: _on_cpu(each) for name, each in kwargs.items() if name != "pin_memory"}
-        if func is HISTOGRAM:  # CPUs count no integers
-            on_cpu = (on_cpu[0].float(), *on_cpu[1:])
         found = self._attend(func, args, kwargs, (on_cpu, options)) if func in KERNELS else func(*on_cpu, **options)
         if self.watches:
             self._tell(func, device, args, kwargs, found)
@@ -507,6 +506,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: Event(gpus, **options))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(gpus))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    # Of a tensor of ours, `.data = other` would change its type, and not what it has.
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
     monkeypatch.setattr(

@@ -75,9 +75,22 @@ def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any
 
 
 @pytest.mark.slow
-def test_ranks_are_verified(job: Path, launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "words", "said", "kernel"),
+    [
+        ("verify", "--lengths 24", "checks passed on 2 ranks", "dense"),
+        ("search", "--contexts 64 --output", "entries for 64", "dense"),
+        ("run", "", "5 documents", "paged"),
+    ],
+)
+def test_ranks_use_flash_attention_in_bfloat16(
+    command: str, words: str, said: str, kernel: str, job: Path, launch: Any, gpus: PretendedCuda, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
-    assert "checks passed on 2 ranks" in launch(2, job, "--lengths", "24", command="verify")
+    monkeypatch.setattr("kvr_mpi.setup.prepare.why_not_packed", lambda *given: None)  # its trial uses pages, too
+    given = [*words.split(), *([job.parent / "tables"] if command == "search" else [])]
+    assert said in launch(2, job, *given, settings=("model.dtype=bfloat16",), command=command)
+    assert gpus.calls[kernel] > 0
 
 
 # Every setting of a job: one CPU's answers, or the same refusal

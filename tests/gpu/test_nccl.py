@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from fake_nccl import MULTIPROCESSORS, Network, run_on_gpus
 from models import prompt, tiny
 from pretended_cuda import CPU, PretendedCuda
 
+from benchmarks import links
 from kvr_mpi.errors import TransportError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
@@ -109,6 +113,25 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
     for link in (*first[0], *second[0]):
         assert link is not None and link.latency_s >= 0 and link.bytes_per_s > 0 and link.intact
     assert abs(first[2][1].ahead_s) <= first[2][1].error_s < 10
+
+
+def test_every_link_is_measured_by_the_size_of_a_message(
+    gpus: PretendedCuda, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `slurm/kvr_gpu.sh` does."""
+    file, sizes = tmp_path / "links.json", (links.SIZES[0], 1 << 20)
+    assert (links.SIZES[0], links.SIZES[-1]) == (1 << 16, 1 << 28)
+    monkeypatch.setattr(links, "open_transport", lambda ranks, *given: (ranks, "pretended"))
+
+    def work(ranks: NcclTransport) -> None:
+        warm_up(ranks, torch.device("cuda", ranks.rank))
+        own = {"connect": lambda: ranks, "own_device": lambda *given: torch.device("cuda", ranks.rank)}
+        main = FunctionType(links.main.__code__, vars(links) | own)
+        main(["--sizes", ",".join(map(str, sizes)), "--repeats", "1", "--json", str(file)])
+
+    run_on_gpus(3, network, work)
+    found = [(row["bytes"], row["from_rank"]) for row in json.loads(file.read_text())["links"]]
+    assert found == [(size, rank) for size in sizes for rank in (0, 1)]
 
 
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CONFIGS, STATES, WHOLE, prompt
+from models import CONFIGS, STATES, WHOLE, prompt, tiny
 from pretended_cuda import CPU, OnDevices, PretendedCuda
 from torch.nn.attention.flex_attention import AuxOutput
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -33,6 +33,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.streaming import prefill_rolling
+from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.setup import prepare
 from kvr_mpi.setup.prepare import describe_portable
 from kvr_mpi.transport.local import LocalTransport, PretendedChain
@@ -217,6 +218,13 @@ def test_a_step_waits_as_often_for_many_documents_as_for_two(gpu: PretendedCuda)
         batch.step()
         waits.append(waits_in(gpu, batch.step))
     assert waits[0] == waits[1]
+
+
+def test_rows_of_packed_prompts_are_longer_on_a_gpu() -> None:
+    setups: Any = [SimpleNamespace(spec=SimpleNamespace(is_spread=False), loaded=tiny("llama-gqa")) for _ in range(2)]
+    setups[1].loaded = replace(setups[1].loaded, device=GPU)
+    on_cpu, on_gpu = (ChainRunner(setup, LocalTransport(), 0).pack_tokens for setup in setups)
+    assert on_cpu < 8000 <= on_gpu <= 16_384
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gemma2-softcap"])

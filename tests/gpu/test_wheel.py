@@ -23,7 +23,7 @@ CHECK = Path(__file__).parent / "check_wheel.py"
     ("capability", "findings"),
     [("", 1), ("90", 7), *(pytest.param(each, 7, marks=pytest.mark.long) for each in ("80", "86"))],
 )
-def test_all_names_are_in_the_wheel_and_what_is_compiled_fits(capability: str, findings: int) -> None:
+def test_our_calls_suit_the_wheel_and_what_is_compiled_fits(capability: str, findings: int) -> None:
     run = subprocess.run(
         [PYTHON, CHECK, *([capability] if capability else [])],
         capture_output=True,
