@@ -47,7 +47,7 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], fold
             f"output.path {str(folder)!r}: {error.strerror}; it existed when this job began. Restore it, and continue "
             f"with --resume"
         ) from None
-    text = stored_text(len(todo), size, free)
+    text = stored_text(len(good), size, free)
     if size > DOUBT * free:
         raise OutputError(
             f"output.path {str(folder)!r}: not enough space for this job: {text} (quotas are not checked). Choose "
