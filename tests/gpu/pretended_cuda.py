@@ -39,7 +39,7 @@ TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
 # The host has to know the size of what they give.
 SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::unique", "aten::bincount")
 TO, PIN = torch.Tensor.to, torch.Tensor.pin_memory
-COPY = torch.ops.aten.copy_.default
+HISTOGRAM, COPY = torch.ops.aten.histc.default, torch.ops.aten.copy_.default
 KERNELS = {DENSE: "dense", VARLEN: "varlen", CUDNN: "cudnn"}
 
 
@@ -339,6 +339,8 @@ class PretendedCuda:
         known = {id(leaf.on_cpu): leaf for leaf in leaves if isinstance(leaf, GpuTensor)}
         on_cpu = tuple(_on_cpu(each) for each in args)
         options = {name: _on_cpu(each) for name, each in kwargs.items() if name != "pin_memory"}
+        if func is HISTOGRAM:  # CPUs count no integers
+            on_cpu = (on_cpu[0].float(), *on_cpu[1:])
         found = self._attend(func, args, kwargs, (on_cpu, options)) if func in KERNELS else func(*on_cpu, **options)
         if self.watches:
             self._tell(func, device, args, kwargs, found)
