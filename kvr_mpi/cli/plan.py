@@ -1,4 +1,4 @@
-"""``kvr plan``: forecasts a job or single prompts, without MPI and weights; nodes, GPUs and cores, and their hours."""
+"""``kvr plan``: forecasts a job or single prompts, and its node, GPU and core hours; needs no MPI and no weights."""
 
 from __future__ import annotations
 

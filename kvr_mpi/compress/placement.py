@@ -144,7 +144,8 @@ def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
 def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) -> LayerPlacement | None:
     """Place heads so that no rank exceeds `limit`; None if that takes too many copies.
 
-    Each head, the largest first, goes to the rank with the least room that fits; if none fits, it fills the emptiest.
+    Each head, the largest first, goes to the fullest rank with room for it. If there is none, the head fills up the
+    emptiest rank, and its rest is placed in the same way.
     """
     room, pieces, left = [limit] * ranks, [], copies
     tiny = 1e-9 * limit
@@ -170,7 +171,7 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) ->
 def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners:
     """Assign the documents of each head to its pieces: the largest first, to the piece that lacks the most load.
 
-    Documents are not split, so the loads of the pieces are only met approximately. Returns the rank of each (documents,
+    Documents are not split, so pieces get only approximately their loads. Returns the rank of each (documents,
     kv_heads).
 
     placed : of one layer, by loads in proportion to the sums of `counts` over documents.

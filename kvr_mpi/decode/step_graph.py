@@ -37,7 +37,7 @@ MOST_GRAPHS = 8
 
 
 class StepGraph:
-    """The recorded graph of a step, made with prompts of this layout or a narrower one, between two steps.
+    """The graph of a step, recorded between two steps, with prompts of this layout or a narrower one.
 
     checks_left : replays that are still to be compared with steps that run without it.
 

@@ -322,7 +322,7 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
 
 
 def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged: bool = False) -> Results:
-    """Locate every document of runs (see `find_runs`), also if shares or documents are missing (`Results.missing`).
+    """Locate every document of runs (see `find_runs`), even if shares or documents are missing (`Results.missing`).
 
     With `verify`, the digests of keys and values are verified now; they are verified in any case when data are read, as
     for records. With `passes_damaged`, damaged files are skipped, and listed in `Results.damaged`.
