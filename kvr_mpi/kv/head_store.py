@@ -85,11 +85,11 @@ class HeadStore:
         appends: bool = True,
         is_whole: bool = False,
     ) -> HeadStore:
-        """Allocate uninitialised rows, head after head; adjacent heads with as many rows are one run.
+        """Allocate uninitialised rows, head after head; adjacent heads with the same count are one run.
 
         counts : own rows of each head.
-        arena : where to allocate pages, if possible beside the shared rows; otherwise the rows of these are added to
-            the store's own. None: separate memory.
+        arena : where to allocate pages, if possible in the extent of the shared rows; otherwise the store also gets
+            its own rows for these tokens. None: separate memory.
         heads : which heads of the layer these are, ascending; by default all.
         start : position of the first own row.
 
