@@ -104,7 +104,7 @@ def run(
 
 
 def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = ()) -> PlannedJob:
-    """Plan a job for a number of ranks, without MPI and weights.
+    """Plan a job for a number of ranks, without MPI or weights.
 
     Parameters
     ----------

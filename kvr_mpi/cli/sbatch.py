@@ -45,7 +45,7 @@ MARGIN = 1.5
 GPU_OPTIONS = ("gpu", "gres")
 # Host memory that Python and its libraries take per rank, in addition to the planned memory.
 LIBRARY_BYTES = 1.5 * (1 << 30)
-# Least speed-up for which twice as many ranks are worth requesting.
+# Minimum speed-up for which twice as many ranks are worth requesting.
 ENOUGH = 1.2
 
 

@@ -121,7 +121,7 @@ class Recorder:
         torch.cuda.current_stream(device).wait_stream(side)
 
     def _graph_for(self, cache: DecodeCache) -> StepGraph | None:
-        """Return the graph of a step; record it after some steps of the same layout."""
+        """Return the graph of a step; record it after a few steps of the same layout."""
         if self.why_not is not None or cache.layout is None:
             return None
         slots, pages = cache.layout.slots, cache.layout.width

@@ -164,7 +164,7 @@ class HeadStore:
         return sum(run.nbytes for run in self.runs)
 
     def appended(self, length: int) -> int:
-        """Rows that each held head has got since the prefill, for a document of `length` tokens."""
+        """Rows that each held head has received since the prefill, for a document of `length` tokens."""
         return length - self.origin if self.appends else 0
 
     def counts(self, length: int) -> list[int]:

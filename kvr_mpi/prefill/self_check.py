@@ -28,7 +28,7 @@ from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
-# Fewest tokens of a check, and tokens of a chunk.
+# Minimum tokens of a check, and tokens of a chunk.
 LEAST_TOKENS, CHECKED_CHUNK = 12, 2
 # Maximum operations of a check, which take seconds. If exceeding a window takes more, the prompt is short.
 MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}

@@ -37,7 +37,7 @@ def keep_heap() -> None:
 class HeapTrimmer:
     """Returns free memory of the C heap to the system from time to time.
 
-    Without this, a rank grew by 30 MB over 20,000 tiny documents. A call takes some hundredths of a second.
+    Without this, a rank grew by 30 MB over 20,000 tiny documents. A call takes a few hundredths of a second.
     """
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ class Results:
 
     @classmethod
     def of(cls, found: Survey) -> Self:
-        """Return the documents of a run, without any if nothing is stored yet."""
+        """Return the documents of a run; none if nothing is stored yet."""
         places, gone, unreadable = found.locate()
         damaged = {Path(piece.path): why for piece, why in found.spoilt.items()}
         damaged |= {found.folder / name: why for name, why in found.damaged.items()}

@@ -1,6 +1,6 @@
 """Our kernels for attention and products, compiled once per processor and cached in ``KVR_CACHE``.
 
-Compiling takes some seconds. If it fails, torch's kernels are used and a log line says why. Later jobs do not
+Compiling takes a few seconds. If it fails, torch's kernels are used and a log line says why. Later jobs do not
 repeat a failed compilation, but every job looks again for a missing compiler.
 """
 

@@ -46,7 +46,7 @@ from kvr_mpi.tuning.pieces import (
     product_pieces,
 )
 
-# Least speed-up for choosing an implementation; and, at some number of rows, for making a second copy of weights.
+# Minimum speed-up for choosing an implementation; and, at some number of rows, for a second copy of weights.
 LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
 # All copies together may take this share of the free memory.
 COPY_SHARE = 0.25
