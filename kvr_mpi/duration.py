@@ -20,7 +20,7 @@ def parse_duration(text: str, plain: str = "m") -> float:
     ----------
     text : str
     plain : str
-        Unit of a number without one; minutes as for sbatch, unless an option says otherwise.
+        Unit of a number that has none; minutes as for sbatch, unless an option says otherwise.
 
     Returns
     -------

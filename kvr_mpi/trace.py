@@ -46,7 +46,7 @@ class Recorder:
         self._spans: list[Span] = []
 
     def note(self, kind: Kind, began_s: float, amount: int = 0) -> None:
-        """Record a span of no single prompt that ends now."""
+        """Record a span that ends now and belongs to no single prompt."""
         self.add(Span(kind, began_s, time.perf_counter(), amount=amount))
 
     def add(self, span: Span) -> None:

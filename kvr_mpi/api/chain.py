@@ -64,8 +64,8 @@ class Chain:
     ...     prefill = chain.prefill(text)
     ...     answer = chain.generate(prefill)
 
-    As before a job, the constructor runs a few tokens to check that the chain computes the model's own logits, and
-    measures the ranks.
+    Like a job at its start, the constructor runs a few tokens to check that the chain computes the model's own logits,
+    and measures the ranks.
 
     Parameters
     ----------

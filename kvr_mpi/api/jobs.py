@@ -1,4 +1,4 @@
-"""Jobs from Python: planned, forecast and run as by the commands, but with return values instead of printed output."""
+"""Run, plan and forecast jobs from Python, as the commands do, with return values instead of printed output."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run(
 
 
 def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequence[str] = ()) -> PlannedJob:
-    """Plan a job for a number of ranks, without MPI and weights.
+    """Plan a job for a number of ranks, without MPI or weights.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ def ask(**given: Any) -> int:
 
     \b
     --set generation.max_new_tokens=500   longer answers (default: 128)
-    --set parallel.ranks_per_chain=all    documents too large for one rank: spread each over the ranks
+    --set parallel.ranks_per_chain=all    documents too large for one rank: shard each over the ranks
     --set model.path=FOLDER               the model has been moved
     """  # noqa: D301
     wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output")}

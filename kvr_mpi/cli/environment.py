@@ -59,14 +59,14 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
 
     Call it before MPI is initialised, since some MPIs open a GPU then.
 
-    CUDA loads all kernels when it starts. Loading a kernel at its first use, which is torch's default, waits for all
-    work on the GPU, including NCCL transfers whose peer may be waiting for this rank.
+    CUDA then loads all kernels when it starts. Loading a kernel at its first use, which is torch's default, waits for
+    all work on the GPU, including NCCL transfers whose peer may be waiting for this rank.
 
-    torch warns about each pair of ranks that NCCL connects, since it expects collectives; a chain sends to its
+    torch would warn about each pair of ranks that NCCL connects, since it expects collectives; a chain sends to its
     neighbours only.
 
-    oneDNN caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between packed
-    rows of prompts: the memory of a rank grew by 70 MB over 30,000 tiny documents.
+    oneDNN then caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between
+    packed rows of prompts: with 1024, the memory of a rank grew by 70 MB over 30,000 tiny documents.
     """
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def guarded(world: Transport, work: Callable[[], int]) -> int:
     """Run a function on this rank; if only this rank fails, end all ranks with its exit code.
 
-    The last log lines describe the error and the meaning of the exit code, also after Ctrl-C.
+    The last log lines describe the error and the meaning of the exit code, even after Ctrl-C.
     """
     from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, KvrError, exit_line
     from kvr_mpi.report.log import Log

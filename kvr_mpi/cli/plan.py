@@ -1,4 +1,4 @@
-"""``kvr plan``: forecasts a job or single prompts, without MPI and weights; nodes, GPUs and cores, and their hours."""
+"""``kvr plan``: forecasts a job or single prompts, and its node, GPU and core hours; needs no MPI and no weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ node_options = grouped(
     click.option(
         "--ntasks-per-node",
         type=click.IntRange(1),
-        help="Ranks on each node.  [default: as many as divide --ranks, up to 4, or up to a host's in the hardware "
-        "profile]",
+        help="Ranks on each node.  [default: the largest divisor of --ranks up to 4, or up to the ranks per host of "
+        "the hardware profile]",
     ),
     click.option(
         "--gpus-per-node",

@@ -170,7 +170,7 @@ def run_on(
     log.root(f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents")
     from kvr_mpi.cli.launch import importing, quiet_libraries
 
-    with importing():  # only now, since it takes seconds
+    with importing():  # imported only now: it takes seconds
         from kvr_mpi.runtime.batch import run_job
 
         quiet_libraries()
@@ -178,7 +178,7 @@ def run_on(
     deadline_s = machine.deadline_s
     if limit_s is not None:
         deadline_s = limit_s
-    elif deadline_s is not None and deadline_s <= time.time():  # it cannot be right, since this job is running
+    elif deadline_s is not None and deadline_s <= time.time():  # wrong: this job is still running
         ago = duration_text(time.time() - deadline_s)
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
         deadline_s = None

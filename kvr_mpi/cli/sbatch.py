@@ -45,7 +45,7 @@ MARGIN = 1.5
 GPU_OPTIONS = ("gpu", "gres")
 # Host memory that Python and its libraries take per rank, in addition to the planned memory.
 LIBRARY_BYTES = 1.5 * (1 << 30)
-# Least speed-up for which twice as many ranks are worth requesting.
+# Minimum speed-up for which twice as many ranks are worth requesting.
 ENOUGH = 1.2
 
 
@@ -298,9 +298,10 @@ def fill_in(name: str, options: Mapping[str, str], arguments: Sequence[str], set
     """
     folder = scripts_folder()
     first, *rest = (folder / name).read_text().splitlines()
-    at = next(number for number, line in enumerate(rest) if line.startswith("#SBATCH"))  # before it: how to submit it
+    # Omit the comments that say how to submit and how to edit the shipped script.
+    at = next(number for number, line in enumerate(rest) if line.startswith("#SBATCH"))
     lines, left = [first], dict(options)
-    for line in (line for line in rest[at:] if not line.startswith("# ")):  # comments for those who edit it
+    for line in (line for line in rest[at:] if not line.startswith("# ")):
         found = re.match(r"#SBATCH --([a-z][a-z0-9-]*)", line)
         lines.append(_directive(found[1], left.pop(found[1])) if found and found[1] in left else line)
     last = max(number for number, line in enumerate(lines) if line.startswith("#SBATCH"))
@@ -308,7 +309,7 @@ def fill_in(name: str, options: Mapping[str, str], arguments: Sequence[str], set
         *(_directive(key, value) for key, value in left.items()),
         "",
         *setup,
-        f"export KVR_SLURM_DIR={shlex.quote(str(folder))}",  # of the other scripts, since SLURM runs a copy
+        f"export KVR_SLURM_DIR={shlex.quote(str(folder))}",  # folder of the other scripts: SLURM runs a copy
         f"set -- {shlex.join(arguments)}",
     ]
     return "\n".join(lines) + "\n"

@@ -69,8 +69,8 @@ def search(
     parallel.partition = "tables/".
 
     compress.method = "headkv" uses the profile that --heads writes: the mean over 8 documents of the corpus, or
-    documents.limit of them. The similarity of the documents is printed, too; look
-    at the mean-centred cosines, since plain cosines are always close to 1.
+    documents.limit of them. The similarity of the documents is also printed; look at the mean-centred cosines, since
+    plain cosines are always close to 1.
     """  # noqa: D301
     if heads is not None:
         if job is None:

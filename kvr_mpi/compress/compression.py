@@ -159,7 +159,7 @@ def size_of(loaded: LoadedModel, cache: Any, method: str) -> RetainedSize:
 def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:
     """Prepare a method for a model.
 
-    A `ConfigError` if the model does not keep keys and values per head, or the profile was made for another model.
+    Raises `ConfigError` if the model does not keep keys and values per head, or the profile is for another model.
     """
     shape, name = loaded.shape, f"compress.method = {settings.method!r}: {loaded.shape.architecture}"
     if shape.has_states:

@@ -76,7 +76,7 @@ def read_profile(
     """Read a profile: ours, HeadKV's scores (``{"layer-head": [scores]}``), or a table of DuoAttention's gates.
 
     `budget`, `kv_heads` and `window` are for HeadKV's scores; `kv_heads` defaults to a quarter of the query heads, as
-    Llama 3 8B has them. Raises `DataError` for any other file.
+    in Llama 3 8B. Raises `DataError` for any other file.
     """
     if not path.is_file():
         raise MissingError(f"{path}: no such file; expected a head profile (.json or .tsv)")

@@ -2,9 +2,9 @@
 
 A *piece* is a head on a rank, with its share of the head's work: each copy of a head decodes other rows of the batch.
 FairKV splits a copied head evenly; splitting in proportion balances better (McNaughton's wrap-around rule). FairKV's
-objective (eq. 4) is the largest load of a rank over all layers together. But every layer ends in an all-reduce, so a
-step takes as long as the largest loads of all layers together. So the largest load is minimised here layer by layer;
-ranks are renamed within a layer afterwards, so that their total memory is balanced.
+objective (eq. 4) is the largest load of a rank over all layers together. But every layer ends in an all-reduce, so the
+time of a step is the sum of all layers' largest loads. The largest load is therefore minimised layer by layer; then
+ranks are renamed within each layer to balance their total memory.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
 def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) -> LayerPlacement | None:
     """Place heads so that no rank exceeds `limit`; None if that takes too many copies.
 
-    Each head, the largest first, goes to the rank with the least room that fits; if none fits, it fills the emptiest.
+    Each head, the largest first, goes to the fullest rank with room for it. If there is none, the head fills up the
+    emptiest rank, and its rest is placed in the same way.
     """
     room, pieces, left = [limit] * ranks, [], copies
     tiny = 1e-9 * limit
@@ -170,7 +171,7 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) ->
 def assign_rows(placed: LayerPlacement, counts: npt.NDArray[np.int64]) -> Owners:
     """Assign the documents of each head to its pieces: the largest first, to the piece that lacks the most load.
 
-    Documents are not split, so the loads of the pieces are only met approximately. Returns the rank of each (documents,
+    Documents are not split, so pieces get only approximately their loads. Returns the rank of each (documents,
     kv_heads).
 
     placed : of one layer, by loads in proportion to the sums of `counts` over documents.

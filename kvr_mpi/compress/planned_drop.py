@@ -51,7 +51,7 @@ def planned_drop(
     layers, dropped = [shape.layers[idx] for idx in compressed_layers(shape)], last - settings.kept_of(last)
     if not dropped or not layers:
         return None
-    is_even = settings.rule.weigh is None and settings.rule.compete is None  # all heads keep as many tokens
+    is_even = settings.rule.weigh is None and settings.rule.compete is None  # all heads keep the same number
     if stop is None or (group_ranks > 1 and not is_even):
         dropped = 0
     kv_bytes = dropped * sum(one.elements for one in layers) * shape.dtype_bytes

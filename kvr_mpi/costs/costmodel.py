@@ -38,7 +38,7 @@ def chain_seconds(costs: Costs, lengths: Sequence[float]) -> float:
 def chains_seconds(costs: Costs, splits: Array) -> Array:
     """Time to the first token of many splits at once, given as lengths in tokens (splits, ranks).
 
-    A `PartitionError` if a slice is empty, or `costs.speeds` has the wrong number of ranks.
+    Raises `PartitionError` if a slice is empty, or `costs.speeds` has the wrong number of ranks.
     """
     if splits.shape[1] == 0 or not (splits > 0).all():
         raise PartitionError(f"slice lengths {splits.tolist()}: every rank needs at least one token")

@@ -110,8 +110,8 @@ class Link:
 def busy_seconds(costs: Costs, lengths: Sequence[float]) -> Array:
     """Return the computing time of every rank of a chain with slices of these lengths (ranks,).
 
-    All ranks except the last stop once the last layer's keys and values are computed; there the last rank computes
-    attention of its last token only.
+    All ranks except the last stop once the last layer's keys and values are computed; in that layer, the last
+    rank computes attention for its last token only.
     """
     own = np.asarray(lengths, dtype=float)
     before = np.cumsum(own) - own

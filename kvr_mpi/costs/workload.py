@@ -135,7 +135,7 @@ def _words(name: str) -> list[str]:
 
 
 def named_workload(name: str) -> Workload:
-    """Find a named shape; case, punctuation and word order do not matter. A `ConfigError` lists the names."""
+    """Find a named shape; case, punctuation and word order do not matter; a `ConfigError` lists the names."""
     for known, shape in SHAPES.items():
         if _words(known) == _words(name):
             return shape.workload(known)
@@ -146,8 +146,8 @@ def workload_of(config: Any, dtype_bytes: int, name: str = "") -> Workload:
     """Count the work of any causal LM by running a few tokens on the ``meta`` device.
 
     Every multiplication is counted when it is called, so only the active experts of a mixture count. No weights are
-    read or allocated. `dtype_bytes` is the size of weights, keys and values. A model that calls no known attention is a
-    `ConfigError`.
+    read or allocated. `dtype_bytes` is the size of weights, keys and values. Raises `ConfigError` if the model calls no
+    known attention.
     """
     import torch
 

@@ -40,7 +40,7 @@ from kvr_mpi.transport import Transport
 from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
 Place = Callable[[Sequence[float], int], LayerPlacement]
-# Rows of a KV head that go to one rank: the head, the first row and the one after the last, among the rows it holds.
+# Rows of a KV head that go to one rank: the head, and the first row and the end (exclusive) among the head's rows.
 Part = tuple[int, int, int]
 
 

@@ -37,7 +37,7 @@ MOST_GRAPHS = 8
 
 
 class StepGraph:
-    """The recorded graph of a step, made with prompts of this layout or a narrower one, between two steps.
+    """The graph of a step, recorded between two steps, with prompts of this layout or a narrower one.
 
     checks_left : replays that are still to be compared with steps that run without it.
 
@@ -121,7 +121,7 @@ class Recorder:
         torch.cuda.current_stream(device).wait_stream(side)
 
     def _graph_for(self, cache: DecodeCache) -> StepGraph | None:
-        """Return the graph of a step; record it after some steps of the same layout."""
+        """Return the graph of a step; record it after a few steps of the same layout."""
         if self.why_not is not None or cache.layout is None:
             return None
         slots, pages = cache.layout.slots, cache.layout.width

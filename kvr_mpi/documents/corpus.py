@@ -23,7 +23,7 @@ from kvr_mpi.errors import CorpusError
 from kvr_mpi.plain import from_plain
 
 SHA256_CHARS = 64
-# Number of a file, the place of the last row read from it, and the rows after that; no file.
+# An open file: its number, the place of the last row read, and the rows after it. This value: no file is open.
 CLOSED: tuple[int, int, Iterator[tuple[int, Row]]] = -1, -1, iter(())
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
 SHARED_WORK = 16

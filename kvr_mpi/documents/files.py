@@ -53,7 +53,7 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
         except UnicodeDecodeError as error:
             yield number, 0, Document(name, error=_why_no_text(file, error, rows.encoding))
         except ValueError as error:
-            if suffix_of(file) != ".parquet":  # a fault of ours
+            if suffix_of(file) != ".parquet":  # a bug of ours
                 raise
             yield number, 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
         except (OSError, EOFError, zlib.error) as error:

@@ -24,7 +24,7 @@ MISSING = "answers by a JSON schema need llguidance; `pip install llguidance`"
 
 
 def read_schema(value: str) -> str:
-    """Return a schema, or the one in a file of this name, as one line of text; raise `ValueError` if it is none."""
+    """Return a schema, or the one in a file of this name, as one line of text; `ValueError` if it is no schema."""
     where, text = "the schema", value
     if not value.lstrip().startswith("{"):
         where = repr(value)
@@ -43,7 +43,7 @@ def read_schema(value: str) -> str:
 
 
 def one_line(schema: Any, where: str) -> str:
-    """Return a schema as one line of text; raise `ValueError` if it clearly is none (`grammar_of` checks fully)."""
+    """Return a schema as one line of text; raise `ValueError` if it clearly is not one (`grammar_of` checks fully)."""
     if not isinstance(schema, dict) or KEYWORDS.isdisjoint(schema):
         raise ValueError(
             f"{where} is not a JSON schema: {json.dumps(schema)[:60]}; expected an object with at least one of "
@@ -53,7 +53,7 @@ def one_line(schema: Any, where: str) -> str:
 
 
 def grammar_of(schema: str) -> str:
-    """Compile a schema; raises `ImportError` without llguidance, `ValueError` if it is no schema or not supported."""
+    """Compile a schema; raises `ImportError` without llguidance, `ValueError` if it is invalid or not supported."""
     from llguidance import LLMatcher
 
     grammar: str = LLMatcher.grammar_from_json_schema(schema, defaults=LAYOUT)

@@ -54,7 +54,7 @@ class DocumentsSection(Strict):
     encoding: str = Field(
         "utf-8", description="encoding of text files, such as latin-1 (any that Python knows); rows are always UTF-8"
     )
-    limit: int | None = Field(None, ge=1, description="process only this many documents, from the first")
+    limit: int | None = Field(None, ge=1, description="process only this many documents, from the start of the corpus")
     order: Literal["longest", "shortest", "given"] = Field(
         "longest",
         description="which documents come first: longest, so that the job ends soonest; shortest, so that answers "

@@ -117,7 +117,7 @@ def attend(
     causal: bool = False,
     window: int | None = None,
 ) -> PartialAttention:
-    """Attend to all keys or, if `causal`, to those up to the query's own, and with a window to the last ones of these.
+    """Attend to all keys or, if `causal`, to those up to the query's own, or to the last `window` of them.
 
     The last query is aligned with the last key.
     """
@@ -210,7 +210,7 @@ def _trial(
 
 
 def _why_they_differ(trial: Iterator[tuple[PartialAttention, PartialAttention]]) -> str | None:
-    """Compare the results of a kernel with true ones; return how they differ, or why the kernel failed; None if equal.
+    """Compare a kernel's results with the reference; return how they differ, or why it failed; None if they agree.
 
     The pairs are computed one after the other.
     """

@@ -52,7 +52,7 @@ class SliceCache(RowCache):
     is_alone : no other rank takes part. A layer's buffer is allocated only after the layer before it is complete.
     shared_tokens : tokens of the prefix whose keys and values this cache references instead of copying.
     last : the last layer that keeps anything; later layers work token by token.
-    left_after : the layer after whose keys and values this rank leaves the model.
+    left_after : this rank leaves the model after computing this layer's keys and values.
     """
 
     prefilling = True

@@ -85,11 +85,11 @@ class HeadStore:
         appends: bool = True,
         is_whole: bool = False,
     ) -> HeadStore:
-        """Allocate uninitialised rows, head after head; adjacent heads with as many rows are one run.
+        """Allocate uninitialised rows, head after head; adjacent heads with the same count are one run.
 
         counts : own rows of each head.
-        arena : where to allocate pages, if possible beside the shared rows; otherwise the rows of these are added to
-            the store's own. None: separate memory.
+        arena : where to allocate pages, if possible in the extent of the shared rows; otherwise the store also gets
+            its own rows for these tokens. None: separate memory.
         heads : which heads of the layer these are, ascending; by default all.
         start : position of the first own row.
 
@@ -164,7 +164,7 @@ class HeadStore:
         return sum(run.nbytes for run in self.runs)
 
     def appended(self, length: int) -> int:
-        """Rows that each held head has got since the prefill, for a document of `length` tokens."""
+        """Rows that each held head has received since the prefill, for a document of `length` tokens."""
         return length - self.origin if self.appends else 0
 
     def counts(self, length: int) -> list[int]:

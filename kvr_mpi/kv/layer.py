@@ -108,7 +108,7 @@ class SliceLayer(RowLayer):
         return self.store.rows(0, self.length)
 
     def leave_if_done(self) -> None:
-        """Raise `UnreadError` to leave this layer for the current chunk, or the model, if its output is not used."""
+        """Raise `UnreadError` if the layer's output is not used, to leave the layer with this chunk, or the model."""
         if self.layer_idx != self.cache.left_after:
             return
         if len(self.cache.route.chunks) > 1 or (self.has_all_chunks and self.is_sent):
@@ -265,8 +265,8 @@ class Retain:
         last range of tokens; its layers keep their queries (`SliceLayer.observed`). None: no queries are needed.
     choose : takes a complete layer; returns an iterator over the positions that each KV head keeps, (tokens,) int64,
         ascending, or None if the layer keeps everything. None: all layers do.
-    late_layers : complete layers that stay whole until later layers are complete, since a GPU computes how many tokens
-        each head keeps, and `choose` waits for it before it yields.
+    late_layers : number of complete layers that stay whole while later layers run: a GPU computes how many tokens their
+        heads keep, and `choose` waits for these numbers before it yields.
     """
 
     window: Range | None

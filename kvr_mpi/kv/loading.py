@@ -38,7 +38,7 @@ class LoadedLayers:
         self._layers: dict[int, Future[torch.Tensor | None]] = {}
 
     def __getitem__(self, at: int) -> torch.Tensor | None:
-        """Return a layer's rows, waiting for them if need be."""
+        """Return a layer's rows, waiting for them if needed."""
         for layer in range(at, min(at + 1 + LAYERS_AHEAD, self._count)):
             if layer not in self._layers:
                 self._layers[layer] = self._pool.submit(self._load, layer)

@@ -17,7 +17,7 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.model.attention_hook import AttentionParams
 
 # Columns of a page table, for each unit: the row at which it would begin if its shared rows lay before its own; its
-# rows, minus the document's tokens if it appends; and whether it lies in this extent.
+# number of rows (if it appends, minus the document's tokens); and whether it lies in this extent.
 BEGINS, FILLED, IS_HERE, COLUMNS = 0, 1, 2, 3
 
 

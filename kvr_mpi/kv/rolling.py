@@ -4,7 +4,8 @@ The model runs a few tokens of the prompt per step. Each layer's buffer is a rin
 tokens and a step's new ones, whatever the prompt's length; new tokens overwrite the oldest. This is exact for layers
 that see no more than that (a window, chunks). For layers that see all tokens it is an approximation, StreamingLLM's
 (Xiao et al. 2024, section 3.2): a token attends to the last tokens and to the first few, the *sinks*, which stay in
-front of the ring. Unlike there, tokens keep their positions in the prompt, since keys enter a cache already rotated.
+front of the ring. Unlike in StreamingLLM, tokens keep their positions in the prompt, since keys enter a cache already
+rotated.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class RowLayer(CacheLayerMixin):
         return self.cache.length
 
     def get_max_length(self) -> int:
-        """No limit is announced: room is reserved before the model runs."""
+        """Return -1, no limit: room is reserved before the model runs."""
         return -1
 
 

@@ -99,7 +99,7 @@ class Share:
         return min(self.start, seen.first_key(self.stop))
 
     def prepare(self, layer_idx: int) -> None:
-        """Load a layer of a document if need be, prefetch the next ones, and allocate room for new tokens.
+        """Load a layer of a document if needed, prefetch the next ones, and allocate room for new tokens.
 
         Raises `DataError` if it cannot be read.
         """
@@ -171,7 +171,7 @@ class SharesCache(RowCache):
         self.shares, self.chain, self._first_position = shares, chain, loaded.shape.first_position
         self._heads = loaded.model.config.get_text_config().num_attention_heads
         self.bounds = list(itertools.pairwise(itertools.accumulate(tokens, initial=0)))
-        # Adjacent shares that continue the same document, and each by itself.
+        # `groups` joins adjacent shares that continue the same document; `apart` has each share by itself.
         documents = [-at if share.document is None else id(share.document) for at, share in enumerate(shares)]
         self.groups = [list(some) for _, some in itertools.groupby(range(len(shares)), documents.__getitem__)]
         self.apart = [[at] for at in range(len(shares))]

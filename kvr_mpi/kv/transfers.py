@@ -92,7 +92,7 @@ class LayerTransfers:
     _arriving: dict[int, Transfer] = field(default_factory=dict)  # by segment
 
     def post(self, route: Route, *, is_filled: bool = False) -> None:
-        """Announce the layer's sends and post its receives before it computes; repeated, post what is not posted yet.
+        """Announce the layer's sends and post its receives before it computes; later calls post what is missing.
 
         With `is_filled`, this rank's own rows can be sent at once.
         """

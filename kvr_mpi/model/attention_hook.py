@@ -153,8 +153,8 @@ def _attention(
 def prepare_model(model: Any, *, chain: bool, in_parts: bool = True) -> None:
     """Select the model's attention and kernels: ours for a chain, otherwise transformers' own.
 
-    With `in_parts`, a chain replaces the model's attention, which otherwise runs over the whole prefix. A `ModelError`
-    says why it cannot be replaced.
+    With `in_parts`, a chain replaces the model's attention, which otherwise runs over the whole prefix. Raises
+    `ModelError` with the reason if it cannot be replaced.
     """
     use_kernels(model, chain)
     embed_whole_lengths(model)

@@ -1,11 +1,11 @@
-// Exact attention of one query a head, as decoding needs it: keys and values are read once, as they lie.
+// Exact attention with one query per head, for decoding: keys and values are read once, in place.
 //
-// A step of decoding waits for memory, so what counts is that every query head of a group reads a key while it is at
-// hand, and that nothing is copied or turned. The heads of all documents are computed in one call. A head's keys are
-// cut into pieces of PIECE; each has its own maximum and sum (flash decoding, Dao et al. 2023), and what comes of the
-// pieces is merged in their order, so that the result does not depend on the number of threads.
+// A decode step is memory-bound. So all query heads of a group use a key while it is in registers, and nothing is
+// copied or transposed. The heads of all documents are computed in one call. A head's keys are cut into pieces of
+// PIECE, each with its own maximum and sum (flash decoding, Dao et al. 2023). The results of the pieces are merged in
+// order, so the result does not depend on the number of threads.
 //
-// Keys and values are float32 or bfloat16, which is the upper half of a float32; sums are float32 in any case.
+// Keys and values are float32 or bfloat16, which is the upper half of a float32; sums are always float32.
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
@@ -17,7 +17,7 @@
 
 constexpr int MOST_ROWS = 4;  // query heads that share a key in registers
 constexpr int BLOCK = 128, PIECE = BLOCK;  // keys
-constexpr int AHEAD = 32;  // rows that are asked of memory before they are read
+constexpr int AHEAD = 32;  // prefetch distance in rows
 
 // One query of each head of a group, which share a KV head of a document. Strides are in elements; of features 1.
 struct Unit {
@@ -50,7 +50,7 @@ static inline float number(BFloat16 value) {
 // Scores (ROWS, BLOCK) of some queries (ROWS, dim) and a block of keys.
 template <int ROWS, typename T>
 static void score(const float *query, const T *keys, int64_t row, int64_t count, int64_t dim, float *scores) {
-    constexpr int AT_ONCE = LANES / ROWS;  // keys, so that all sums of a tile are one vector in the end
+    constexpr int AT_ONCE = LANES / ROWS;  // keys per tile, so that the sums of a tile fill one vector
     for (int64_t t = 0; t < count; t += AT_ONCE) {
         const T *key[AT_ONCE];
         for (int k = 0; k < AT_ONCE; ++k) key[k] = keys + std::min(t + k, count - 1) * row;
@@ -71,7 +71,7 @@ static void score(const float *query, const T *keys, int64_t row, int64_t count,
     }
 }
 
-// Add a block's values, by their weights (ROWS, BLOCK), to sums (ROWS, dim) times `keep` of each row.
+// Multiply sums (ROWS, dim) by each row's `keep`, and add a block's values, weighted by (ROWS, BLOCK).
 template <int ROWS, int VECTORS, typename T>
 static void gather(const float *weights, const T *values, int64_t row, int64_t count, int64_t dim, const float *keep,
                    float *sums) {
@@ -97,7 +97,8 @@ static void gather(const float *weights, const T *values, int64_t row, int64_t c
     }
 }
 
-// What comes of a piece of a head's keys for the queries of its group: sums (group, dim), largest scores, totals.
+// The results of a piece of a head's keys for the queries of its group: sums (group, dim), largest scores, and the
+// sums of weights (group).
 struct Part {
     float *sums, *most, *total;
 };
@@ -136,7 +137,7 @@ static void attend_piece(const Step &s, const Unit &unit, const float *query, in
         }
 }
 
-// Join the pieces of a head's keys, which may lie in several units.
+// Merge the pieces of a head's keys, which may be in several units.
 static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pieces) {
     for (int64_t g = 0; g < s.group; ++g) {
         float most = parts[0].most[g], total = 0, *out = unit.out + g * s.dim;
@@ -153,14 +154,14 @@ static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pi
 }
 
 template <typename T> static void attend_all(const Step &s, const Unit *units, float *room, int64_t threads) {
-    std::vector<std::pair<int64_t, int64_t>> tasks;  // unit, piece: heads that lie side by side in turn
+    std::vector<std::pair<int64_t, int64_t>> tasks;  // unit, piece; adjacent heads take turns
     std::vector<Part> parts;
-    std::vector<int64_t> firsts{0};  // of each unit's parts
+    std::vector<int64_t> firsts{0};  // index of each unit's first part
     int64_t numbers = 0;
     float *queries = room, *free = queries + s.units * s.group * s.dim;
     for (int64_t u = 0; u < s.units; ++u) {
         const T *query = static_cast<const T *>(units[u].query);
-        for (int64_t g = 0; g < s.group; ++g)  // weights are powers of two
+        for (int64_t g = 0; g < s.group; ++g)  // softmax weights are computed as powers of two
             for (int64_t d = 0; d < s.dim; ++d)
                 queries[(u * s.group + g) * s.dim + d] = number(query[g * s.query_head + d]) * (s.scale * LOG2_E);
         for (int64_t piece = 0; piece * PIECE < units[u].count; ++piece, free += s.group * (s.dim + 2))
@@ -177,14 +178,14 @@ template <typename T> static void attend_all(const Step &s, const Unit *units, f
             for (int64_t v = u; v < end; ++v) tasks.push_back({v, piece});
     }
     std::atomic<int64_t> next{0};
-    // A thread is worth waking for some hundred thousand numbers.
+    // One thread per 2^17 numbers: fewer would not repay waking it.
     in_threads(std::min({threads, 1 + numbers / (1 << 17), all}), [&] {
         for (int64_t i; (i = next++) < all;) {
             const auto [u, piece] = tasks[i];
             attend_piece<T>(s, units[u], queries + u * s.group * s.dim, piece, parts[firsts[u] + piece]);
         }
     });
-    for (int64_t u = 0, end; u < s.units; u = end) {  // units with one output are of one head
+    for (int64_t u = 0, end; u < s.units; u = end) {  // units with the same output belong to one head
         for (end = u + 1; end < s.units && units[end].out == units[u].out;) ++end;
         merge(s, units[u], &parts[firsts[u]], firsts[end] - firsts[u]);
     }

@@ -22,8 +22,8 @@ REMEDY = (
 def choose_device(name: str, index: int) -> torch.device:
     """Choose the device of a rank's model: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
 
-    `index` is the GPU's index among those that this rank sees. A missing GPU is a `ModelError`; also for ``auto`` if
-    torch cannot use this machine's GPUs, since the job would be about 100 times slower on the CPU cores.
+    `index` is the GPU's index among those that this rank sees. Raises `ModelError` with ``cuda`` if there is
+    no GPU, and with ``auto`` if torch cannot use the GPUs: the job would be about 100 times slower on the CPU cores.
     """
     import torch
 

@@ -1,4 +1,4 @@
-// Vectors of a processor, and the arithmetic that our attention kernels share.
+// Vector types, and the arithmetic that our kernels share.
 
 #pragma once
 
@@ -11,7 +11,7 @@ constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;
 #endif
-constexpr int WIDE = 2 * LANES;  // heads of the kernels are a multiple of it
+constexpr int WIDE = 2 * LANES;  // head_dim must be a multiple of this
 constexpr float LOG2_E = 1.44269504f;
 
 typedef float Lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -22,10 +22,10 @@ static inline void store(float *to, Lanes lanes) { *reinterpret_cast<Lanes *>(to
 static inline Lanes fill(float value) { return value - Lanes{}; }
 static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }  // b, if one of them is NaN
 
-// 2^x for x <= 0, to 2e-7 of it: the nearest integer goes to the exponent, a polynomial takes the rest. NaN stays NaN.
-// Two at once, since each operation waits for the one before.
+// 2^x for x <= 0, relative error 2e-7: the nearest integer becomes the exponent, a polynomial computes the rest. NaN
+// stays NaN. Two vectors at once, since each operation depends on the one before.
 static inline void powers_of_two(Lanes *x) {
-    const Lanes rounds = fill(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded to an integer
+    const Lanes rounds = fill(12582912.0f);  // 1.5 * 2^23: adding a number to it rounds to an integer
     Lanes shifted[2], powers[2];
     for (int i = 0; i < 2; ++i) x[i] = larger(fill(-126.0f), x[i]), shifted[i] = x[i] + rounds;
     for (int i = 0; i < 2; ++i) x[i] -= shifted[i] - rounds, powers[i] = fill(1.3276471e-3f);
@@ -41,7 +41,7 @@ static inline float largest(Lanes lanes) {
     return most;
 }
 
-// In halves, as a processor can.
+// By halves, as vector instructions do.
 static inline float sum(Lanes lanes) {
     typedef float Eight __attribute__((vector_size(32)));
     typedef float Four __attribute__((vector_size(16)));
@@ -59,7 +59,7 @@ static inline float sum(Lanes lanes) {
     return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
-// Sum each of LANES vectors; the sum of the first is in the first lane. Half of what is left of two goes into one.
+// Sum each of LANES vectors; the sum of the first is in the first lane. Each pass combines pairs of vectors.
 static inline Lanes sums_of(Lanes *each) {
 #if defined(__GNUC__) && !defined(__clang__)
     Bits lane;
@@ -80,8 +80,8 @@ static inline Lanes sums_of(Lanes *each) {
 #endif
 }
 
-// Turn a square of LANES vectors over: what was in lane l of vector r is in lane r of vector l. Interleaving the first
-// half of them with the second moves a lane's number by one bit each time.
+// Transpose LANES vectors: lane l of vector r becomes lane r of vector l. Each interleaving of the first half of the
+// vectors with the second shifts the lane index by one bit.
 static inline void turn_square(Lanes *each) {
 #if defined(__GNUC__) && !defined(__clang__)
     Bits low, high;
@@ -108,10 +108,10 @@ static inline void turn_square(Lanes *each) {
 #endif
 }
 
-// Make weights of a query's scores of a block (wide), of which it sees those from `low` to `high`. Updates the largest
-// score and the sum of weights; returns what earlier weights are to be multiplied by. Scores are logarithms to base 2.
+// Convert a query's scores of a block (wide), of which it sees those from `low` to `high`, to weights. Updates the
+// largest score and the sum of weights; returns the factor for earlier weights. Scores are logarithms to base 2.
 static inline float weigh(float *scores, int64_t low, int64_t high, int64_t wide, float &most, float &total) {
-    std::fill(scores, scores + low, -1e30f);  // finite, so that no difference of two is NaN
+    std::fill(scores, scores + low, -1e30f);  // finite, so that differences are never NaN
     std::fill(scores + high, scores + wide, -1e30f);
     Lanes tops[2] = {load(scores), load(scores + LANES)}, sums[2] = {};
     for (int64_t c = WIDE; c < wide; c += WIDE)

@@ -1,10 +1,10 @@
-// Few rows times weights that are kept in fewer bits than they are computed with, and are exactly the same numbers; and
-// how weights are narrowed to fewer bits.
+// Products of a few rows with weights that are stored losslessly in fewer bits; and the conversion of weights to fewer
+// bits.
 //
-// A step of decoding multiplies a row of each document by all weights, and waits for memory: the fewer bytes, the
-// faster. A tile of sums, as many as a vector has lanes, stays in registers while rows and weights are read along their
-// features; the lanes of each sum are added up at the end. Weights are widened in registers: those of 16 bits are the
-// upper halves of floats, those of 8 bits multiples of a scale, those of 4 bits steps from the least of their block.
+// A decode step multiplies one row of each document by all weights, and is memory-bound: the fewer bytes, the faster. A
+// tile of sums, as many as a vector has lanes, stays in registers while rows and weights are read along their features;
+// the lanes of each sum are added up at the end. Weights are widened in registers: 16-bit weights are the upper halves
+// of floats, 8-bit weights multiples of a scale, 4-bit weights steps from the minimum of their block.
 //
 // Compiled for one processor and called through ctypes: `narrow_product.py` states the layouts and checks them.
 
@@ -14,7 +14,7 @@
 #include <atomic>
 #include <cstring>
 
-constexpr int BLOCK = 32;  // weights with a step and a least of their own
+constexpr int BLOCK = 32;  // weights that share a scale, or a step and a minimum
 constexpr int64_t TURN = 64;  // outputs, or blocks, that a thread takes at a time
 
 // Weights (outs, features) as upper halves of floats.
@@ -31,8 +31,9 @@ struct Halves {
     void prefetch(int64_t out, int64_t feature) const { __builtin_prefetch(halves + out * features + feature); }
 };
 
-// Weights (outs, features) as steps: a byte has one of the first half of its block, and above it one of the second.
-// Scales (outs, features / BLOCK, 2): the step, and the least. A step has few digits, so that its multiples are exact.
+// Weights (outs, features) as steps: the lower 4 bits of a byte are from the first half of the block, the upper 4 bits
+// from the second. Scales (outs, features / BLOCK, 2): the step, and the minimum. A step has so few significant bits
+// that its multiples are exact.
 struct Steps {
     const uint8_t *steps;
     const float *scales;
@@ -52,7 +53,7 @@ struct Steps {
     }
 };
 
-// Weights (outs, features) as signed bytes, with a scale (outs, features / BLOCK) of few digits for each block.
+// Weights (outs, features) as signed bytes, with a scale of few significant bits per block (outs, features / BLOCK).
 struct Bytes {
     const uint8_t *bytes;
     const float *scales;
@@ -61,7 +62,7 @@ struct Bytes {
 
     Lanes read(int64_t out, int64_t feature) const {
         const int64_t at = out * features + feature;
-        // As 128 more and without a sign, which compilers widen in one instruction.
+        // Unsigned with an offset of 128, which compilers widen in one instruction.
         const Narrow each = *reinterpret_cast<const Narrow *>(bytes + at) ^ 128;
         return (__builtin_convertvector(__builtin_convertvector(each, Bits), Lanes) - 128.0f) * scales[at / BLOCK];
     }
@@ -72,7 +73,7 @@ struct Bytes {
     }
 };
 
-// products (OUTS, ROWS) of rows and weights from output `out` on.
+// Products (OUTS, ROWS) of rows and weights from output `out` on.
 template <int ROWS, class Weights>
 static inline Lanes multiply(const Weights &weights, const float *const *rows, int64_t out) {
     constexpr int OUTS = LANES / ROWS;
@@ -96,7 +97,7 @@ static inline Lanes multiply(const Weights &weights, const float *const *rows, i
     return sums_of(sums);
 }
 
-// Multiply up to ROWS rows by all weights; a row that is not there is read as the last one is, and left out.
+// Multiply up to ROWS rows by all weights; for missing rows, the last one is read again and its result discarded.
 template <int ROWS, class Weights>
 static void few(const Weights &weights, int64_t outs, const float *rows, int64_t count, float *out, int64_t threads) {
     constexpr int OUTS = LANES / ROWS;
@@ -126,14 +127,14 @@ static void all(const Weights &weights, int64_t outs, const float *rows, int64_t
     }
 }
 
-// The nearest number with the 11 digits of half precision, the last of them at least 2^-24. x is not negative.
+// The nearest half-precision number: 11 significant bits, the last at least 2^-24. x is not negative.
 static inline float round_to_half(float x) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     bits &= 0x7f800000;
     float power;
     std::memcpy(&power, &bits, sizeof power);
-    const float rounds = std::max(power, 0x1p-14f) * 0x1.8p13f;  // what is added to it keeps these digits
+    const float rounds = std::max(power, 0x1p-14f) * 0x1.8p13f;  // adding a number to it keeps these bits
     return (x + rounds) - rounds;
 }
 
@@ -143,8 +144,9 @@ static inline bool is_same(const float *weights, const float *widened) {
     return !std::memcmp(weights, widened, BLOCK * sizeof(float));
 }
 
-// Narrow a block, widen it again, and return whether it has the same bits. `llama.cpp` quantises so: to steps of a 15th
-// of what a block spans (Q4_1), and to multiples of a 127th of the largest (Q8_0), both rounded to half precision.
+// Narrow a block, widen it again, and return whether the bits are the same. These are the formats of `llama.cpp`: steps
+// of 1/15 of a block's range (Q4_1), and multiples of 1/127 of the largest magnitude (Q8_0), both rounded to half
+// precision.
 static bool narrow_to_steps(const float *weights, uint8_t *steps, float *scales) {
     Lanes low = load(weights), high = low;
     for (int i = LANES; i < BLOCK; i += LANES) {
@@ -155,7 +157,7 @@ static bool narrow_to_steps(const float *weights, uint8_t *steps, float *scales)
     float widened[BLOCK], number[BLOCK];
     for (int i = 0; i < BLOCK; i += LANES) {
         Lanes each = (load(weights + i) - least) / step;
-        each = each > 0.0f ? each : Lanes{};  // also if the step is zero
+        each = each > 0.0f ? each : Lanes{};  // even if the step is zero
         each = round_to_integer(each < 15.0f ? each : fill(15));
         store(number + i, each);
         store(widened + i, each * step + least);
@@ -204,7 +206,7 @@ template <class Narrow> static int64_t narrow(int64_t blocks, int64_t threads, c
 }
 
 extern "C" {
-// rows (count, features) and out (count, outs), next to each other; outs at least 16, features a multiple of 32.
+// rows (count, features) and out (count, outs) are contiguous; outs is at least 16, features a multiple of 32.
 void kvr_product_of_halves(const uint16_t *halves, const float *, int64_t outs, int64_t features, const float *rows,
                            int64_t count, float *out, int64_t threads) {
     all(Halves{halves, features}, outs, rows, count, out, threads);
@@ -218,7 +220,7 @@ void kvr_product_of_steps(const uint8_t *steps, const float *scales, int64_t out
     all(Steps{steps, scales, features}, outs, rows, count, out, threads);
 }
 
-// Narrow weights (blocks, 32); 1 if that is lossless, otherwise 0, and what was written means nothing.
+// Narrow weights (blocks, 32); return 1 if that is lossless, otherwise 0, and the output is invalid.
 int64_t kvr_narrow_to_halves(const float *weights, int64_t blocks, uint16_t *halves, float *, int64_t threads) {
     return narrow(blocks, threads, [=](int64_t b) { return narrow_to_halves(weights + b * BLOCK, halves + b * BLOCK); });
 }

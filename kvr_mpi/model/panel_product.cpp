@@ -1,9 +1,9 @@
-// Rows times weights that lie in panels, close to the rate of a processor's multiply-adds (Goto and van de Geijn 2008).
+// Products of rows with weights in panels, close to the processor's multiply-add rate (Goto and van de Geijn 2008).
 //
 // A panel holds WIDE outputs, feature by feature. A tile of TILE rows and WIDE outputs stays in registers while a panel
-// and rows are read along their features, DEPTH of them at a time, so that the piece of the panel stays in the first
-// cache and ROWS rows in the second. All tiles of a panel fetch the next one, a line at a time: a processor can wait for
-// few lines at once.
+// and rows are read along their features, DEPTH of them at a time, so that this piece of the panel stays in the L1
+// cache and ROWS rows in the L2 cache. All tiles of a panel prefetch the next panel, a few lines each: a processor can
+// wait for only a few cache lines at once.
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the layouts and checks them.
 
@@ -15,13 +15,13 @@
 // Sums of a tile, a row of weights and a weight take the 16 registers of AVX2, or most of the 32 of AVX-512 and NEON.
 constexpr int TILE = LANES == 16 ? 12 : 6;
 constexpr int64_t DEPTH = 384, ROWS = 192;  // ROWS is a multiple of TILE
-constexpr int64_t ROOM = ROWS * DEPTH + LANES;  // for the turned rows of a thread
-constexpr int64_t LEAST_PANELS = 8;  // of a piece of work: fewer would not repay the copy of its rows
+constexpr int64_t ROOM = ROWS * DEPTH + LANES;  // for the transposed rows of a thread
+constexpr int64_t LEAST_PANELS = 8;  // per task: with fewer, copying its rows would not pay off
 constexpr int LINE = 16;  // floats
 
 static inline int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// Copy rows (count, depth) to (depth, count). A square stores whole vectors, of which the next one overwrites the end.
+// Transpose rows (count, depth) to (depth, count). Whole vectors are stored; each overwrites the excess of the last.
 static void turn(int64_t count, const float *rows, int64_t features, int64_t depth, float *turned) {
     int64_t f = 0;
     for (; f + LANES <= depth; f += LANES) {
@@ -34,8 +34,8 @@ static void turn(int64_t count, const float *rows, int64_t features, int64_t dep
         for (int64_t r = 0; r < count; ++r) turned[f * count + r] = rows[r * features + f];
 }
 
-// Where a tile stores its results: rows of `row` floats, `outs` of which are left from `out` on. They are added to what
-// is there, or else to the bias, if there is one.
+// Where a tile stores its results: rows of `row` floats, with `outs` of them left from `out` on. Results are added to
+// what is there (`adds`), else to the bias, if there is one.
 struct Target {
     float *out;
     int64_t row, outs;
@@ -43,7 +43,7 @@ struct Target {
     const float *bias;
 };
 
-// Multiply rows (depth, COUNT) by a panel (depth, WIDE), and fetch what is at `next`: WIDE floats in every `tiles` steps.
+// Multiply rows (depth, COUNT) by a panel (depth, WIDE); prefetch from `next`, WIDE floats every `tiles` steps.
 template <int COUNT>
 static void multiply(const float *rows, const float *panel, const float *next, int64_t tiles, int64_t depth,
                      const Target &target) {
@@ -85,7 +85,7 @@ extern "C" {
 int64_t kvr_panel_outs() { return WIDE; }
 int64_t kvr_panel_room(int64_t threads) { return threads * ROOM; }
 
-// Copy weights (outs, features) to panels (outs / WIDE rounded up, features, WIDE); outputs that are not there are 0.
+// Copy weights (outs, features) to panels (outs / WIDE rounded up, features, WIDE), padded with zeros.
 void kvr_lay_panels(const float *weights, int64_t outs, int64_t features, float *panels, int64_t threads) {
     std::atomic<int64_t> next{0};
     in_threads(threads, [&] {
@@ -108,7 +108,7 @@ void kvr_lay_panels(const float *weights, int64_t outs, int64_t features, float 
     });
 }
 
-// rows (count, features) and out (count, outs), next to each other; a bias (outs) or none; room as asked for.
+// rows (count, features) and out (count, outs) are contiguous; bias (outs) may be null; room as by `kvr_panel_room`.
 void kvr_product_of_panels(const float *panels, const float *bias, int64_t outs, int64_t features, const float *rows,
                            int64_t count, float *out, float *room, int64_t threads) {
     const int64_t depths = pieces(features, DEPTH), depth = pieces(features, depths), panel_count = pieces(outs, WIDE);

@@ -190,8 +190,8 @@ def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
 def shape_of(model: Any, dtype: torch.dtype) -> ModelShape:
     """Find what every layer caches by running one token on the ``meta`` device.
 
-    This needs neither weights nor memory, so receives can be posted before any data exists. A `ModelError` if the model
-    is not a causal decoder with a transformers cache.
+    This needs neither weights nor memory, so receives can be posted before any data exists. Raises `ModelError` if the
+    model is not a causal decoder with a transformers cache.
 
     model : on ``meta`` in bfloat16, the only dtype in which all operations (also grouped experts) have a meta kernel.
     dtype : of keys and values.

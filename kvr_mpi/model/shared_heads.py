@@ -1,7 +1,7 @@
 """A rank's part of a model that every rank holds completely: some heads, and a share of the MLP and the vocabulary.
 
-The part has its own modules, whose linear layers are cut as in `tensor_parallel`. Unlike there, a rank can have any
-heads, and they can change between documents. Slices of adjacent weights are views of the model's weights.
+The part has its own modules, whose linear layers are cut as in `tensor_parallel`. But a rank can have any heads,
+and they can change between documents. Slices of adjacent weights are views of the model's weights.
 """
 
 from __future__ import annotations

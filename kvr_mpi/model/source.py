@@ -178,7 +178,8 @@ def locate(path: str, offline: bool, trust_remote_code: bool, cache_dir: Path) -
 def must_be_cached(hub_id: str, offline: bool) -> bool:
     """Whether a model of the hub is read from the local cache only: `offline`, or if the hub does not answer.
 
-    transformers would try for half a minute to reach it. Raises a `ModelError` if it is not in the cache then.
+    Without this check, transformers would try for half a minute to reach the hub. Raises `ModelError` if only the cache
+    may be used, and the model is not in it.
     """
     from huggingface_hub import try_to_load_from_cache
 

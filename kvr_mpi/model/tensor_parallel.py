@@ -152,7 +152,7 @@ def why_not_by_plan(model: Any) -> str | None:
 
 
 def why_not_divided(heads: int, kv_heads: int, size: int) -> str | None:
-    """Return why heads cannot be divided over so many ranks; None if they can, also if several share a KV head."""
+    """Return why heads cannot be divided over so many ranks; None if they can, even if ranks share KV heads."""
     if heads % size or (kv_heads % size and size % kv_heads):
         fitting = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
         return f"{heads} query heads and {kv_heads} KV heads cannot be divided by it; set it to {choices(fitting)}"

@@ -1,4 +1,4 @@
-// The threads that torch computes with, if it uses OpenMP, as it does everywhere but on macOS; others otherwise.
+// torch's own threads if it uses OpenMP, as it does everywhere but on macOS; otherwise new threads.
 
 #pragma once
 
@@ -7,11 +7,11 @@
 #include <thread>
 #include <vector>
 
-// Found in what torch has loaded: a second OpenMP beside it would have threads of its own, and both would spin.
+// From the OpenMP library that torch has loaded: a second one would have its own threads, and both would spin.
 extern "C" void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags)
     __attribute__((weak));
 
-// Call work() in at most so many threads at once, this one among them; it returns when there is nothing left to do.
+// Call work() in at most this many threads at once, including this one; work() returns when nothing is left to do.
 template <typename Work> static void in_threads(int64_t threads, const Work &work) {
     if (threads <= 1) return work();
     if (GOMP_parallel) {
@@ -21,7 +21,7 @@ template <typename Work> static void in_threads(int64_t threads, const Work &wor
     std::vector<std::thread> others;
     try {
         for (int64_t thread = 1; thread < threads; ++thread) others.emplace_back([&work] { work(); });
-    } catch (const std::system_error &) {  // no more threads are given: those that there are do the work
+    } catch (const std::system_error &) {  // no more threads can be created: the existing ones do the work
     }
     work();
     for (auto &other : others) other.join();

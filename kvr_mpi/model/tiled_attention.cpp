@@ -1,12 +1,11 @@
-// Exact attention on a processor, in tiles that stay in registers and in the first cache.
+// Exact attention on a CPU, in tiles that stay in registers and in the L1 cache.
 //
-// FlashAttention (Dao et al. 2022; its second version 2023) for float32: a tile of ROWS queries goes over the keys in
-// blocks of BLOCK, with a running maximum and sum for each query, and its scores never leave the cache. Both products
-// are one micro-kernel (Goto and van de Geijn 2008) that holds ROWS x WIDE results in registers. The keys and values of
-// a head are packed once into panels of WIDE columns, which the micro-kernel reads from the first byte to the last, and
-// which all query heads of the group read: rows a multiple of 4 KiB apart would evict each other from the first cache.
-// Each panel is used by TILES tiles while it is there. Nothing above a causal diagonal is computed but what shares a
-// tile with it.
+// FlashAttention (Dao et al. 2022; version 2: 2023) for float32: a tile of ROWS queries processes the keys in blocks of
+// BLOCK, with a running maximum and sum for each query, and its scores never leave the cache. Both products use one
+// micro-kernel (Goto and van de Geijn 2008), which holds ROWS x WIDE results in registers. The keys and values of a
+// head are packed once into panels of WIDE columns, which the micro-kernel reads sequentially, and which all query
+// heads of the group share: unpacked rows a multiple of 4 KiB apart would evict each other from the L1 cache. TILES
+// tiles use a panel while it is in the cache. Above a causal diagonal, only the rest of the tiles on it is computed.
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
@@ -16,7 +15,7 @@
 #include <atomic>
 #include <limits>
 
-// The registers of a tile's results, and some to spare: 24 of 32 with AVX-512, 12 of 16 with AVX2, 24 of 32 with NEON.
+// A tile's results leave some registers free: they take 24 of 32 with AVX-512, 12 of 16 with AVX2, 24 of 32 with NEON.
 constexpr int ROWS = LANES == 16 ? 12 : 6;
 constexpr int BLOCK = 512;
 constexpr int TILES = 4;
@@ -28,10 +27,10 @@ struct Shape {
     int64_t query_head, query_row, key_row, value_row, out_head, out_row;
     float scale;
     int32_t causal;  // query i sees the keys up to keys - queries + i
-    int64_t window;  // and of those, if causal, only the last so many
+    int64_t window;  // if causal: only the last `window` of these
 };
 
-// c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), to which c times `keep` of its row is added if that is given; b is a
+// c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), plus the old c times each row's `keep` if that is given; b is a
 // panel.
 static inline void multiply(const float *a, int64_t a_row, const float *b, float *c, int64_t c_row, int64_t depth,
                             const float *keep) {
@@ -63,19 +62,19 @@ static int64_t padded(int64_t keys) { return (keys + BLOCK - 1) / BLOCK * BLOCK;
 static void attend(const Shape &s, const float *query, const float *keys, const float *values, float *out, float *lse,
                    int64_t first, float *room) {
     const int64_t rows = std::min<int64_t>(QUERIES, s.queries - first), tiles = (rows + ROWS - 1) / ROWS;
-    const int64_t before = s.causal ? s.keys - s.queries + first : s.keys;  // keys that come before the first query's
+    const int64_t before = s.causal ? s.keys - s.queries + first : s.keys;  // keys before the first query's own
     float *scaled = room, *sums = scaled + QUERIES * s.dim, *scores = sums + QUERIES * s.dim;
     float most[QUERIES], total[QUERIES] = {}, rescale[QUERIES];
     std::fill_n(most, QUERIES, -std::numeric_limits<float>::max());
     std::fill_n(scaled, 2 * QUERIES * s.dim, 0.0f);
-    const float scale = s.scale * LOG2_E;  // weights are powers of two
+    const float scale = s.scale * LOG2_E;  // softmax weights are computed as powers of two
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t d = 0; d < s.dim; ++d) scaled[r * s.dim + d] = query[(first + r) * s.query_row + d] * scale;
     const int64_t all = s.causal ? before + rows : s.keys;
     const int64_t unseen = s.causal ? std::max<int64_t>(0, before + 1 - s.window) : 0;
     for (int64_t begin = unseen / BLOCK * BLOCK; begin < all; begin += BLOCK) {
         const int64_t count = std::min<int64_t>(BLOCK, all - begin);
-        // The first tile with a query that sees a key; and how many keys of the block a tile's queries see, at most.
+        // The first tile with a query that sees a key; and how many of the block's keys a tile's queries see at most.
         const auto first_tile = [&](int64_t key) {
             return s.causal ? std::max<int64_t>(0, key - before) / ROWS : 0;
         };
@@ -104,8 +103,8 @@ static void attend(const Shape &s, const float *query, const float *keys, const 
     }
 }
 
-// Pack a block of keys (keys, dim) as (keys / WIDE, dim, WIDE), and of values as (dim / WIDE, keys, WIDE), with zeros
-// behind the last.
+// Pack a block of keys (keys, dim) as (keys / WIDE, dim, WIDE), and of values as (dim / WIDE, keys, WIDE), padded with
+// zeros.
 static void pack(const Shape &s, const float *keys, const float *values, float *packed_keys, float *packed_values,
                  int64_t begin) {
     for (int64_t from = begin; from < begin + BLOCK; from += LANES)

@@ -47,7 +47,7 @@ HEAP_SHARE = 2.3
 class _Ledger(TorchDispatchMode):
     """Finds the peak of the bytes of all tensors that are alive at the same time, except earlier ones.
 
-    Tensors made by ``empty`` are left out: no model's layer calls it. Our buffers of keys and values do, and they are
+    Tensors made by ``empty`` are left out: no model's layer calls it, only our buffers of keys and values, which are
     counted separately.
     """
 
@@ -239,7 +239,7 @@ def check_fits(
     is_spread : every rank keeps only its own tokens.
     drop : what compression drops on the last rank.
 
-    Raises `DocumentError` if it does not fit; says how many ranks would be enough, if any number would.
+    Raises `DocumentError` if it does not fit; the message says how many ranks would be enough, if any number would.
     """
     size, tokens = len(free_bytes), partition.tokens
 

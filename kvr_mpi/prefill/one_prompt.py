@@ -119,7 +119,7 @@ def prefill_alone(
 ) -> Prefill:
     """Prefill a prompt on this rank with `run`, which returns its cache and logits.
 
-    If memory runs out, the result has no cache, and torch's or Python's error. `facts` are further attributes of it.
+    If memory runs out, the result has torch's or Python's error instead of a cache. `facts` are its other attributes.
     """
     began = time.perf_counter()
     found = attempt(run, loaded.tp_group)
@@ -187,8 +187,8 @@ def prefill_kvr(
     ids : the whole prompt, the same on every rank.
     partition : the prompt's slices, in a relay one for each rank. The first slice includes the prefix.
     strategy : one with routes.
-    last : the rank that ends with the cache. The places of the slices are rotated around the ranks accordingly. None:
-        places are ranks.
+    last : the rank that ends with the cache; the slices are rotated around the ranks accordingly. None: rank i has
+        slice i.
     forwarder : a forwarder that is reused from prompt to prompt: sends that are unfinished after the prefill overlap
         with the next prompt. None: everything is sent when the prefill returns.
     spares_chain : if a rank runs out of memory, or cannot read a stored prefix, it completes its transfers so that the

@@ -1,8 +1,8 @@
 """The strategies: how each one cuts, runs, forecasts and verifies a prompt, and what it needs from a model.
 
-The prefill runs them, and the cost model forecasts them. Jobs, ``first-token``, ``kvr verify``, ``kvr plan`` and
-``forecast`` take their strategies from here: a new one is a table of routes (``routes``), and an entry in
-`STRATEGIES`.
+The prefill runs them, and the cost model forecasts them. Jobs, ``kvr verify``, ``kvr plan``, and the
+benchmarks ``first-token`` and ``forecast`` take their strategies from here: a new one is a table of routes
+(``routes``), and an entry in `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # forecasts need no torch
     from kvr_mpi.kv.route import MakeRoute, Route
     from kvr_mpi.model import LoadedModel
 
-# The setting that lets jobs choose, and by how much another strategy must be forecast faster than a chain: forecasts
+# The setting that lets jobs choose, and the margin by which another strategy's forecast must beat a chain's: forecasts
 # are no more accurate than that, and a chain sends less at a time and holds less.
 AUTO = "auto"
 MARGIN = 0.03

@@ -28,9 +28,9 @@ from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
-# Fewest tokens of a check, and tokens of a chunk.
+# Minimum tokens of a check, and tokens of a chunk.
 LEAST_TOKENS, CHECKED_CHUNK = 12, 2
-# Most operations of a check, which then takes seconds; its prompt stays short if exceeding a window would take more.
+# Maximum operations of a check, which take seconds. If exceeding a window takes more, the prompt is short.
 MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 # Runs of the whole model that a check takes.
 RUNS = 7
@@ -46,9 +46,9 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
 
     say : called with the reason, if the model's attention cannot be replaced.
 
-    Returns the model; its last layer computes all tokens, or its own attention runs over the whole prefix, where our
-    replacements do not work. Our kernels are dropped if they make the results differ. Raises `ModelError` if it cannot
-    run as a chain, or the logits differ.
+    Returns the model. Where our replacements do not work, its last layer computes all tokens, or its own attention runs
+    over the whole prefix. Our kernels are dropped if they make the results differ. Raises `ModelError` if the model
+    cannot run as a chain, or the logits differ.
     """
     check_rotary(loaded.model, loaded.shape.max_tokens)
     count = _tokens_for(loaded)

@@ -76,7 +76,7 @@ class Prompt(PromptText):
 
     @property
     def name(self) -> str:
-        """The document's id and which part of it this is, for people."""
+        """The document's id, and which part of it this is, as shown to users."""
         return self.document_id + (f", part {self.part + 1} of {self.parts}" if self.parts > 1 else "")
 
     @property

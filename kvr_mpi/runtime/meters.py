@@ -21,7 +21,7 @@ ZONES = ("package", "dram")
 
 
 class Zone:
-    """A powercap zone; its counter wraps around after some minutes of full load."""
+    """A powercap zone; its counter wraps around after a few minutes of full load."""
 
     def __init__(self, folder: Path) -> None:
         self.name = (folder / "name").read_text().strip()

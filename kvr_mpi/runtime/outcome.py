@@ -37,7 +37,7 @@ def keep_outcome(
 ) -> Expected | None:
     """Save how long a complete job took; every rank calls this.
 
-    The first job of a model on a machine also measures its ranks, which takes some seconds. Errors here do not fail
+    The first job of a model on a machine also measures its ranks, which takes a few seconds. Errors here do not fail
     the job, whose answers are stored already.
 
     done : sum over all ranks.

@@ -47,7 +47,7 @@ class Planner:
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
 
-        Raises `DocumentError` if the prompt does not fit on an empty chain, with the number of ranks that would do; if
+        Raises `DocumentError` if the prompt does not fit on an empty chain (with the number of ranks needed); if
         keys and values are sharded and it has fewer tokens than the chain has ranks; or if the model lacks an id.
         """
         self._setup.loaded.shape.check_ids(prompt.ids)

@@ -43,7 +43,7 @@ class Next(Enum):
 class WaveScheduler:
     """The waiting prompts of a chain, and the memory in use on its ranks; only on the leader.
 
-    max_sequences : most sequences that one rank decodes together.
+    max_sequences : maximum number of sequences that one rank decodes together.
     held : memory and answers of each rank.
     """
 

@@ -1,8 +1,8 @@
 """The queue from which chains take documents.
 
 Each chain starts with its own list of documents and takes them from the front. A chain whose list is empty takes from
-the list with the most work left, so that all chains end together; in each wave it takes at most as much as it leaves
-there. Shared counters record how much of each list is taken, so there is no coordinator and nobody waits.
+the list with the most work left, so that all chains end together, but collects no more documents for packed rows than
+it leaves there. Shared counters record how much of each list is taken, so there is no coordinator and nobody waits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WorkQueue:
     def may_take(self, put_off: int) -> bool:
         """Whether to take more documents while `put_off` prompts wait to be packed.
 
-        Collecting prompts takes no time, so the first chain would empty the lists of chains that are about to start.
+        Collecting takes no time, so without a limit the first chain would empty the lists of chains that start later.
         """
         found = self._fullest()
         if found is None or found[0] == self._own:

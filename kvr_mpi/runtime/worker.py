@@ -2,7 +2,7 @@
 
 Sits between one prompt's run (`ChainRunner`) and the whole job (``batch``). Prompts follow each other through the chain
 without a barrier; prompts too short for a chain are packed into rows, each prefilled by one rank. Then every rank
-decodes all of its answers together. The next wave begins when a quarter of them is left; these continue in it.
+decodes all of its answers together. The next wave begins when a quarter of them are left, which continue in it.
 
 The first rank of a chain is its leader (``leader``): it reads the documents and broadcasts complete prompts and plans.
 Between two waves, the other ranks send it the outcomes that it needs.

@@ -165,7 +165,7 @@ class Forecast:
             return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
         costs = self.costs_for(tokens, 1)
         whole_s = chain_seconds(costs, [tokens])
-        # After the last layer's attention, our engine computes only the last token, also on one rank.
+        # After the last layer's attention, our engine computes only the last token, even on one rank.
         saved_s = 0.0 if self.is_plain else costs.pair_s * tokens**2 / 2
         return max(whole_s - saved_s, costs.layers * costs.launch_floor_s)
 

@@ -77,7 +77,7 @@ class History(Strict):
     def after(self, job: PastJob) -> History:
         """Append a job, and scale the rates, and with them all forecasts, to how long jobs have taken.
 
-        Rates are measured once, in seconds in which other programs may have run.
+        Rates are measured once, in a few seconds during which other programs may have run.
         """
         jobs = (*self.jobs, job)[-KEPT_JOBS:]
         pace = median(each.seconds / (each.prefill_s + each.decode_s) for each in jobs)

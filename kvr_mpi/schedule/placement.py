@@ -24,8 +24,8 @@ from kvr_mpi.schedule.moldable import NEVER, Plan, Table, chain_lengths, fixed_p
 
 Order = Literal["longest", "shortest", "given"]
 
-LATER = 1.02  # factor by which a batch may end later than possible, in exchange for efficient chains
-# Ranks that a document which fits on none would need are looked for up to this power of two times those of the job.
+LATER = 1.02  # factor by which a batch may end later than necessary, in exchange for efficient chains
+# If a document fits on no chain, numbers of ranks are tried up to the job's ranks times two to this power.
 MOST_DOUBLINGS = 10
 
 

@@ -24,8 +24,8 @@ def keep_heap() -> None:
     """Make glibc keep freed memory for the next tensors, instead of returning it to the system each time.
 
     Activations are allocated and freed in every layer, and the system clears each page that it hands out. That took 5
-    to 8 % of a prefill of 2k to 8k tokens in a fresh process on one core. Later glibc keeps more memory by itself, but
-    only up to 32 MB per tensor, which the activations of a slice of 6000 tokens exceed.
+    to 8 % of a prefill of 2k to 8k tokens in a fresh process on one core. Later in a process, glibc itself keeps more
+    memory, but only up to 32 MB per tensor, which the activations of a slice of 6000 tokens exceed.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version"):
@@ -37,7 +37,7 @@ def keep_heap() -> None:
 class HeapTrimmer:
     """Returns free memory of the C heap to the system from time to time.
 
-    Without this, a rank grew by 30 MB over 20,000 tiny documents. A call takes some hundredths of a second.
+    Without this, a rank grew by 30 MB over 20,000 tiny documents. A call takes a few hundredths of a second.
     """
 
     def __init__(self) -> None:

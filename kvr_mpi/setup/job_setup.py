@@ -73,7 +73,7 @@ class JobSetup:
     sharing : how the ranks of a chain share heads to decode, or why they cannot; None if the job does not use that.
     arena : page pool of this rank's documents in decoding; None: each document has its own memory.
     rolling : rolling cache of each prompt; None: whole caches.
-    once_s : seconds that loading took on rank 0, if it converted a GGUF file first, which later jobs do not; else 0.
+    once_s : loading time on rank 0, if a GGUF file was converted, which later jobs need not repeat; else 0.
     """
 
     spec: JobSpec

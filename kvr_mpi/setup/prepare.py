@@ -382,10 +382,10 @@ def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadShar
 
 
 def try_rows(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[str | None, bool]:
-    """Try two documents in one row; return why they do not run so, and whether they are decoded from pages.
+    """Try two documents in one row; return why they cannot run in one, and whether they are decoded from pages.
 
-    Where pages hold, so does separate memory, from which each document is read alone; on CPUs that is as fast. Sharded
-    documents are decoded by all ranks, without pages.
+    If pages work, separate memory is not tried. Without pages, each document is read from its own memory, which is as
+    fast on CPUs. Sharded documents are decoded by all ranks, without pages.
     """
     why_no_pages = None
     if loaded.device.type == "cuda" and not spec.is_spread:

@@ -19,7 +19,7 @@ DOUBT = 1.1  # a job is refused only if its estimate exceeds the free space by t
 
 
 def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_token: float) -> int:
-    """Estimate the bytes of keys and values of documents with `texts` tokens of text, for a whole model's tokens."""
+    """Estimate the bytes of stored keys and values; `texts` has the tokens of each document's text."""
     around = len(frame.head) + len(frame.tail) + spec.generation.max_new_tokens
     each = [int(min(tokens, frame.text_budget)) + around for tokens in texts]
     if spec.compress is not None:  # layers with windows are not compressed

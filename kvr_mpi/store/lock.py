@@ -110,7 +110,7 @@ def is_alive(
 
 
 def check_unused(folder: Path) -> None:
-    """Refuse, with an `OutputError` that names the other job, a folder in which a job is running (`is_alive`)."""
+    """Raise `OutputError`, which names the other job, if a job is running in the folder (`is_alive`)."""
     with contextlib.suppress(OSError):  # the other checks report folders that cannot be read
         if folder.is_dir() and is_alive(folder):
             raise OutputError(_refusal(folder, read_lock(folder)))

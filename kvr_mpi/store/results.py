@@ -104,7 +104,7 @@ class Results:
 
     @classmethod
     def of(cls, found: Survey) -> Self:
-        """Return the documents of a run, without any if nothing is stored yet."""
+        """Return the documents of a run; none if nothing is stored yet."""
         places, gone, unreadable = found.locate()
         damaged = {Path(piece.path): why for piece, why in found.spoilt.items()}
         damaged |= {found.folder / name: why for name, why in found.damaged.items()}
@@ -322,7 +322,7 @@ def open_results(*paths: str | PathLike[str], verify: bool = True, partial: bool
 
 
 def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged: bool = False) -> Results:
-    """Locate every document of runs (see `find_runs`), also if shares or documents are missing (`Results.missing`).
+    """Locate every document of runs (see `find_runs`), even if shares or documents are missing (`Results.missing`).
 
     With `verify`, the digests of keys and values are verified now; they are verified in any case when data are read, as
     for records. With `passes_damaged`, damaged files are skipped, and listed in `Results.damaged`.

@@ -15,8 +15,8 @@ class OutputSettings(Strict):
     path: str = Field(min_length=1, description="folder for the results; created if missing")
     kv: bool | Literal["sharded"] = Field(
         False,
-        description="store the keys and values of every prompt, each rank those of its slice; sharded: ranks also keep "
-        "only those in memory",
+        description="store the keys and values of every prompt, each rank those of its slice; sharded: each rank "
+        "also holds only those in memory",
     )
     columns: list[str] = Field([], description="fields of the documents' rows to copy into the results")
     trace: bool = Field(

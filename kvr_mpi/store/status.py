@@ -1,4 +1,4 @@
-"""The progress of a run from its logs, its lock and its ranks' states, also while it runs."""
+"""The progress of a run from its logs, its lock and its ranks' states, even while it runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reuse of stored keys and values for prompts that share a prefix with stored ones, such as documents that grew.
 
-At every 256 tokens of a stored prompt, there is a hash of all tokens up to there. The hashes of a new prompt are looked
-up among them, longest first. The match's keys and values are loaded, after its stored tokens are compared.
+After every 256 tokens of a stored prompt, all tokens so far are hashed. The hashes of a new prompt are looked up among
+these, longest first. The match's keys and values are loaded after its stored tokens are compared.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
 
 
 def warm_up_sums(transport: Transport, device: torch.device) -> None:
-    """Sum over all ranks, and verify the result; a wrong one is a `TransportError`. See `warm_up`."""
+    """Sum over all ranks; raise `TransportError` if the result is wrong. See `warm_up`."""
     import torch
 
     for elements in (1, WARM_UP_BYTES // 4):  # over MPI, a rank sends a small tensor to all others, a large one to one

@@ -28,7 +28,7 @@ Clock = Callable[[], float]
 
 
 def wait_on_host(request: Request, who: str) -> None:
-    """Wait until a transfer is complete, also where `Request.wait` makes a stream wait."""
+    """Wait until a transfer is complete, even where `Request.wait` only makes a stream wait."""
     request.wait()
     while not request.test():
         time.sleep(0)

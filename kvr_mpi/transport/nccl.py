@@ -79,7 +79,7 @@ class _GpuWork:
 
 
 class _Groups:
-    """The process groups of all ranks of the job: one for messages to higher ranks, one for lower ranks, and for sums.
+    """The process groups of the job: one for messages to higher ranks, one to lower ranks, and those for sums.
 
     side : stream that forwarded tensors are sent from: NCCL makes a send wait for the current stream.
     under_way : transfers that the host has not seen complete.
@@ -94,7 +94,7 @@ class _Groups:
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.under_way: deque[_GpuWork] = deque()
         self.sums: dict[tuple[int, ...], Any] = {}
-        self._made: dict[tuple[int, ...], int] = {}  # how many groups, for names that no two of them share
+        self._made: dict[tuple[int, ...], int] = {}  # number of groups so far, for unique names
         self.end = weakref.finalize(self, _end, [self.up, self.down], self.sums, self.under_way)
 
     def make_sums(self, members: tuple[int, ...]) -> None:
@@ -104,8 +104,8 @@ class _Groups:
         self.sums[members] = _make(self._store, name, place, len(members), sums=True)
 
     def begin(self, work: Any, tensor: torch.Tensor) -> Request:
-        """Note a transfer, and end earlier ones that are complete."""
-        for _ in range(min(2, len(self.under_way))):  # more than one, so that they do not add up
+        """Record a transfer, and drop earlier ones that are complete."""
+        for _ in range(min(2, len(self.under_way))):  # two, so that the queue does not grow
             if not (earlier := self.under_way.popleft()).test():
                 self.under_way.append(earlier)
         self.under_way.append(_GpuWork(work, tensor, self.end))
@@ -169,7 +169,7 @@ class NcclTransport:
         return groups.begin(group.recv([data], peer, 0), data)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over all ranks, by NCCL; it sums in one order, whose result all ranks receive."""
+        """Replace a tensor by its sum over all ranks. NCCL sums in one order, and all ranks receive the same bits."""
         if tensor.device.type != self._groups.device_type:
             self._control.all_reduce(tensor)
         elif self.size > 1:

@@ -1,7 +1,7 @@
 """Our kernels for attention and products, compiled once per processor and cached in ``KVR_CACHE``.
 
-Compiling takes some seconds. If it fails, torch's kernels are used and a log line says why. A failed compilation is not
-repeated by later jobs; a missing compiler is looked for by every job.
+Compiling takes a few seconds. If it fails, torch's kernels are used and a log line says why. Later jobs do not
+repeat a failed compilation, but every job looks again for a missing compiler.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def open_attention(
 
 
 def _compile(file: Path, say: Say, limit_s: float) -> None:
-    """Compile the kernels into the cache, or log why not; a compiler error is stored there, but no timeout."""
+    """Compile the kernels into the cache, or log why not; a compiler error is also cached, a timeout is not."""
     compiler = find_compiler()
     if compiler is None:
         say(f"{NOT_COMPILED}: {NO_COMPILER}")

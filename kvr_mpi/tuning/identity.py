@@ -67,7 +67,7 @@ def provenance_of(chain: Transport, command: str, mpi: str) -> Provenance:
 def processor_key(environ: Mapping[str, str] = os.environ) -> str:
     """Identify a processor for compiled code and timings: model, instruction sets, and their restrictions.
 
-    Environment variables can disable instruction sets in torch, oneDNN and MKL, or make them round (`RESTRICTING`).
+    Environment variables (`RESTRICTING`) can disable instruction sets in torch, oneDNN and MKL, or reduce precision.
     """
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     restricted = [f"{name}={value}" for name in RESTRICTING if (value := environ.get(name))]

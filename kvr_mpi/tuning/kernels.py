@@ -2,10 +2,10 @@
 
 Each implementation is timed in turn with torch's own at the row counts that matter (`model.kernels.ROWS`), once per
 processor, number of threads, torch version and model shapes. An implementation that differs from torch's on random
-numbers, at any row count, is not used. All ranks of a host measure at the same time, as they will compute, each one
-half of the kinds, and choose the same implementations. The results are cached in ``KVR_CACHE``; later jobs repeat the
-measurement if other programs ran meanwhile. Before use, every job tests the whole model with the chosen ones on a few
-tokens (`prefill.self_check`).
+numbers, at any row count, is not used. All ranks of a host measure at the same time, since they also compute at the
+same time; each measures half of the kinds, and all choose the same implementations. The results are cached in
+``KVR_CACHE``; later jobs repeat the measurement if other programs ran meanwhile. Before use, every job tests the whole
+model with the chosen implementations on a few tokens (`prefill.self_check`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from kvr_mpi.tuning.pieces import (
     product_pieces,
 )
 
-# Least speed-up for choosing an implementation; and, at some number of rows, for making a second copy of weights.
+# Minimum speed-up for choosing an implementation; and, at some number of rows, for a second copy of weights.
 LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
 # All copies together may take this share of the free memory.
 COPY_SHARE = 0.25
@@ -57,8 +57,8 @@ PAIRS, SAMPLE_S = 5, 1e-3
 QUIET_SHARE, MOST_TRIES = 0.9, 3
 # Longer calls are not measured; the result for fewer rows is used.
 MOST_CALL_S = 0.2
-# Results are compared at these numbers of rows. The largest has, like 512 rows, several of the pieces that our kernels
-# divide rows into (at most 192), the last one with a partial tile; an LM head takes seconds for 512.
+# Results are compared at these numbers of rows. Our kernels divide rows into pieces of at most 192. Like 512 rows, the
+# largest number makes several pieces, the last with a partial tile; with 512, an LM head would take seconds.
 COMPARED_ROWS = (*ROWS[:-1], 205)
 MOST_FILE_BYTES = 1 << 20
 
@@ -293,7 +293,7 @@ def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
 
 
 def _middle(found: Sequence[Gains]) -> Gains:
-    """Return the median of what a host's ranks measured, of each piece by some of them; 0 where one of them has 0."""
+    """Return the median over a host's ranks, each of which measured some of the pieces; 0 where any of them has 0."""
     rows: dict[str, dict[str, list[list[float]]]] = {}
     for name, ways in (item for gains in found for item in gains.items()):
         for way, row in ways.items():

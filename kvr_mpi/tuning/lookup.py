@@ -1,7 +1,6 @@
 """Slices from a lookup table, interpolated between the two nearest entries (KVR-P, section 4.2).
 
-Outside the range of the table's entries, the cost model computes the slices from the table's
-rates.
+Outside the range of the table's entries, the cost model computes the slices from the table's rates.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def describe_range(table: Table) -> str:
 def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) -> dict[Path, Table]:
     """Load the tables that fit these ranks, as far as they are known, from a table or a folder of tables.
 
-    A `ConfigError` lists the differences if no table fits.
+    Raises `ConfigError`, which lists the differences, if no table fits.
 
     here : some fields of a `Key`, by name. Models are compared by fingerprint, machines by `device`, not by the name
         `hardware`.

@@ -194,7 +194,7 @@ def _probe_lengths(device: str, max_tokens: int | None) -> tuple[int, int]:
 def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
     """Return how many layers are timed, and the period in which kinds of layers alternate.
 
-    Only layers up to the last with a cache are timed: layers behind it do not record when they begin.
+    Only layers up to the last with a cache are timed: later layers do not record when they begin.
     """
     most = max(at for at, layer in enumerate(layers) if layer.elements or layer.states)
     known = layers[: most + 1]

@@ -198,7 +198,7 @@ def _scaled(costs: Costs, factors: Array) -> Costs:
 def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Observation, int]:
     """Run a split; repeat invalid or absurd measurements; return the shortest valid one, and the number of runs.
 
-    A `DataError` if there is no valid one.
+    Raises `DataError` if there is none.
     """
     numbers: list[Observation] = []
     for runs in range(1, MAX_HICCUPS + 1):

@@ -1,5 +1,5 @@
 "use strict";
-// The answers: unpacked, searched and shown some at a time. What documents say is only ever set as text.
+// Unpacks the answers, searches them, and shows some at a time. Text from documents is only ever inserted as text.
 (async () => {
   const PAGE = 50;
   const at = (id) => document.getElementById(id);
