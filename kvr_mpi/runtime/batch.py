@@ -63,7 +63,7 @@ from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import known_corpus, open_run, read_header_of
+from kvr_mpi.store.run import check_identity, known_corpus, open_run, read_header_of
 from kvr_mpi.store.states import STATES, StateWriter
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -122,7 +122,7 @@ def _run(
         """Open the folder of this job's run before weights are loaded; None if it has none, or that of another job."""
         header = read_header_of(folder) if options.mode in ("resume", "extend") else None
         is_same = header is not None and header.identity == identity_of_job(spec, machine)
-        return open_folder(header) if header is not None and is_same else None
+        return [*open_folder(header), header.identity] if header is not None and is_same else None
 
     wanted = corpus.share(spec.documents.share)
     opened = share_json(world, on_root(world, open_again))  # only rank 0 lists the folder: listings may differ
@@ -142,7 +142,12 @@ def _run(
         log.root(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
-    session, todo = opened or share_json(world, on_root(world, lambda: open_folder(prepared.header())))
+    if opened:
+        session, todo, identity = opened
+        # The model's files may have been replaced since.
+        on_root(world, lambda: check_identity(folder, identity, prepared.header().identity))
+    else:
+        session, todo = share_json(world, on_root(world, lambda: open_folder(prepared.header())))
     done = len(wanted) - len(todo)
     what = "questions about documents" if spec.questions else "documents"
     if spec.prompts:

@@ -95,7 +95,7 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
     `open_run` checks those that depend on the model (`OF_MODEL`). Raises `OutputError`, which says what differs.
     """
     if (header := read_header_of(folder)) is not None:
-        _check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
+        check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
 
 
 def read_header_of(folder: Path) -> Header | None:
@@ -158,7 +158,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     """Repair the folder after a crash, and return a survey of the valid files."""
     found = survey(folder, reads_all=True)
     for source, other in found.headers.items():
-        _check_identity(source, other.identity, header.identity)
+        check_identity(source, other.identity, header.identity)
     (folder / (RESULTS + PART)).unlink(missing_ok=True)  # never complete, so never counted
     found.verify(VERIFY_BYTES)
     damaged = found.damaged
@@ -244,7 +244,7 @@ def _check_job(
     if stored is not None:
         gone = {*stored.gone}
     if stored is not None and recorded:
-        _check_identity(folder, stored.identity, header.identity)
+        check_identity(folder, stored.identity, header.identity)
         unread = {entry.id for entry in stored.corpus.entries if entry.error is not None}
         stale = {entry.id for entry in corpus.entries if entry.error is None and entry.id in unread} & recorded
         if stale:
@@ -286,7 +286,8 @@ def _share_text(share: slice) -> str:
     return "all documents" if share.step == 1 else f"documents.shard = '{share.start}/{share.step}'"
 
 
-def _check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+def check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse to continue a run with other settings or another model; the `OutputError` says what differs."""
     wanted = json.loads(json.dumps(wanted))  # as it was stored: without tuples
     if changed := [f"{key} was {was}, is {now}" for key, was, now in differing_settings(stored, wanted)]:
         raise OutputError(

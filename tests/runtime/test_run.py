@@ -35,6 +35,13 @@ def test_another_job_is_not_resumed_and_says_so_before_the_model_is_loaded(run_j
     assert "2 documents already done" in log and "loading" not in log
 
 
+def test_a_model_replaced_after_the_folder_was_opened_is_refused(run_job: Any, monkeypatch: Any) -> None:
+    opened = open_results(run_job(1, "documents.limit=2", "documents.shard=0/2", to="out").folder).header.identity
+    monkeypatch.setattr("kvr_mpi.runtime.batch.identity_of_job", lambda *given: opened)
+    log = run_job(1, "documents.limit=2", "model.dtype=bfloat16", to="out", words=["--resume"], code=78).log
+    assert 'model.dtype was "float32", is "bfloat16"' in log and "already done" not in log
+
+
 @pytest.mark.parametrize("words", [[], ["--resume"], ["--overwrite"]])
 def test_a_folder_in_use_is_refused_before_torch_is_imported(words: list[str], tmp_path: Path, run_job: Any) -> None:
     (tmp_path / "out").mkdir()
