@@ -1,7 +1,7 @@
 """Hold a table against the machine: a sweep of splits around every entry, and lengths between the entries.
 
 All splits of a length are run one after the other, and that several times over (interleaved), so that what disturbs
-one disturbs all.
+one disturbs all. With ``--grid``, the sweep includes the slices that the paper's grid search finds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.grid import best_of, search_grid
 from benchmarks.options import make_parser
 from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
 from kvr_mpi.cli.options import DEFAULT_MODEL, parse_numbers
@@ -74,11 +75,18 @@ class Forecast:
         return abs(self.ratio) <= FORECAST_ALLOWED
 
 
-def check_table(table: Table, contexts: Sequence[int], run: Run, trials: int, say: Say) -> bool:
+def check_table(
+    table: Table, contexts: Sequence[int], run: Run, trials: int, say: Say, *, with_grid: bool = False
+) -> bool:
     """Check the entries for some lengths and the lengths between them; say what holds, and return whether all does."""
     findings: list[Regret | Forecast] = []
     for tokens in contexts:
-        regret = sweep(table, tokens, run, trials)
+        more = []
+        if with_grid:
+            tried = search_grid(tokens, table.key.ranks, lambda split: run(split).ttft_s)
+            more = [best_of(tried)]
+            say(f"the paper's grid search of {tokens} tokens finds {more[0]} after {counted(len(tried), 'run')}")
+        regret = sweep(table, tokens, run, trials, more)
         findings.append(regret)
         say(
             f"{_word(regret.holds)}: {tokens} tokens: {regret.chosen} takes {regret.chosen_s:.3f} s, the best of the "
@@ -100,13 +108,13 @@ def check_table(table: Table, contexts: Sequence[int], run: Run, trials: int, sa
     return holding == len(findings)
 
 
-def sweep(table: Table, tokens: int, run: Run, trials: int) -> Regret:
-    """Run the table's slices, all splits around them in steps of 64 tokens, and even ones, interleaved.
+def sweep(table: Table, tokens: int, run: Run, trials: int, more: Sequence[Partition] = ()) -> Regret:
+    """Run the table's slices, all splits around them in steps of 64 tokens, even ones, and more, interleaved.
 
     With more than two ranks one bound is moved at a time.
     """
     chosen, even = choose_slices(table, tokens, table.key.ranks), Partition.even(tokens, table.key.ranks)
-    splits = list(dict.fromkeys([chosen, *_around(chosen), even]))
+    splits = list(dict.fromkeys([chosen, *_around(chosen), even, *more]))
     times: dict[Partition, list[float]] = {split: [] for split in splits}
     for _ in range(trials):
         for split in splits:
@@ -151,6 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--table", type=Path, default=Path("tables"), help="a file of kvr search, or a folder of them")
     parser.add_argument("--contexts", help="prompt lengths in tokens; default: all of the table")
     parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--grid", action="store_true", help="search by the paper's grid, too (many runs)")
     wanted = parser.parse_args(arguments)
     world = connect()
 
@@ -169,6 +178,6 @@ def main(arguments: Sequence[str]) -> int:
             if wanted.contexts is not None:
                 lengths = parse_numbers("--contexts", wanted.contexts)
             with leading(loaded, chain) as run:
-                return 0 if check_table(table, lengths, run, wanted.trials, log.root) else 1
+                return 0 if check_table(table, lengths, run, wanted.trials, log.root, with_grid=wanted.grid) else 1
 
     return guarded(world, work)

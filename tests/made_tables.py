@@ -33,7 +33,6 @@ def an_entry(bounds: tuple[int, ...]) -> Entry:
         repetitions=1,
         spread_ratio=None,
         noise_ratio=None,
-        method="refit",
         provenance=Provenance(
             date=DATE, hosts=["vm"], processor="a core", command="kvr search", versions={"torch": "2"}
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING
 
 import click
 
@@ -30,13 +30,6 @@ SAMPLED = 8
 @set_option
 @click.option("--contexts", default="1k,2k,4k,8k", show_default=True, help="Prompt lengths in tokens.")
 @click.option(
-    "--method",
-    type=click.Choice(["refit", "grid"]),
-    default="refit",
-    show_default=True,
-    help="refit: at most 4 instrumented runs per length; grid: the paper's grid search.",
-)
-@click.option(
     "--output",
     default="tables",
     show_default=True,
@@ -54,7 +47,6 @@ def search(
     job: Path | None,
     settings: tuple[str, ...],
     contexts: str,
-    method: str,
     output: Path,
     heads: Path | None,
     overwrite: bool,
@@ -117,8 +109,7 @@ def search(
                 return 0
             log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
-                way = cast('Literal["refit", "grid"]', method)
-                for table in tabulate(lengths, way, costs, key, provenance, run, log.root):
+                for table in tabulate(lengths, costs, key, provenance, run, log.root):
                     save_table(table, target)
                 log.root(f"fitted: {_say_costs(table.rates)}")
                 searched = ", ".join(str(entry.context_tokens) for entry in table.entries)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.disk import read_regular, replacing
@@ -31,7 +31,6 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9.-]{0,79}$"
 Name = Annotated[str, Field(pattern=NAME)]
 Seconds = Annotated[float, Field(gt=0, lt=1e7)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
-Method = Literal["refit", "grid"]
 
 
 class ModelIdentity(Strict):
@@ -68,8 +67,10 @@ class Entry(Strict):
     A rank's slice lies between two adjacent bounds. `ttft_s` is the median over the runs of the chosen slices,
     `predicted_ttft_s` the forecast before the first of them, `runs` the number of all runs for this length.
     `spread_ratio` is (longest - shortest) / median over the runs of the chosen slices, `noise_ratio` the relative root
-    mean square deviation of all runs from the fitted rates.
+    mean square deviation of all runs from the fitted rates. Fields of earlier builds are ignored.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     context_tokens: Annotated[int, Field(ge=2, le=MAX_TOKENS)]
     bounds_tokens: Annotated[tuple[Tokens, ...], Field(min_length=3, max_length=MAX_RANKS + 1)]
@@ -79,7 +80,6 @@ class Entry(Strict):
     repetitions: Annotated[int, Field(ge=1, le=1_000_000, description="runs of the chosen slices")]
     spread_ratio: Annotated[float, Field(ge=0, lt=1e7)] | None
     noise_ratio: Annotated[float, Field(ge=0, lt=1e7)] | None
-    method: Method
     provenance: Provenance
 
     @model_validator(mode="after")

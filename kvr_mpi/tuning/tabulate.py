@@ -1,8 +1,4 @@
-"""Creates a lookup table: slices for some lengths, measured on these ranks (section 4.2).
-
-There are two methods: ``refit`` (a few instrumented runs per length) and ``grid`` (the paper's hierarchical grid
-search).
-"""
+"""Creates a lookup table: slices for some lengths, measured on these ranks (section 4.2)."""
 
 from __future__ import annotations
 
@@ -13,16 +9,10 @@ from collections.abc import Iterator, Sequence
 from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, Say, counted
-from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.grid import best_of, grid_search
+from kvr_mpi.partition import Partition
 from kvr_mpi.tuning.measure import Observation, Run
 from kvr_mpi.tuning.refit import Refit, fit, refit
-from kvr_mpi.tuning.table import Entry, Key, Method, Provenance, Table
-
-# Maximum number of runs of the paper's grid search, more than it usually needs.
-GRID_MAX_RUNS = 400
-# Runs of the split that a grid search has chosen, and maximum number of runs per length used to fit the rates.
-GRID_REPEATS, FITTED_RUNS = 3, 8
+from kvr_mpi.tuning.table import Entry, Key, Provenance, Table
 
 
 def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) -> list[int]:
@@ -37,7 +27,7 @@ def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) 
 
 
 def tabulate(
-    contexts: Sequence[int], method: Method, costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say
+    contexts: Sequence[int], costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say
 ) -> Iterator[Table]:
     """Search all lengths, shortest first; rank 0 calls this within ``measure.leading``.
 
@@ -49,45 +39,14 @@ def tabulate(
     known = costs
     run(Partition.even(min(contexts), key.ranks))
     say("one warm-up run")
-    search = refit if method == "refit" else search_grid
     for tokens in contexts:
-        found = search(tokens, known, key.ranks, run, say)
-        fitted = _fastest(found.observations)
-        everything += fitted
-        known = fit(known, fitted)
-        entry = _entry(found, method, provenance, noise_of(known, fitted))
+        found = refit(tokens, known, key.ranks, run, say)
+        everything += found.observations
+        known = fit(known, found.observations)
+        entry = _entry(found, provenance, noise_of(known, found.observations))
         entries.append(entry)
         say(f"{tokens} tokens: {describe(entry)}")
         yield Table(key=key, rates=fit(costs, everything), entries=tuple(entries))
-
-
-def search_grid(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Refit:
-    """Search as in the paper: from even slices, with strides from half a slice down to the quantum."""
-    quantum = QUANTUM_TOKENS if tokens >= 4 * QUANTUM_TOKENS * ranks else 1
-    stride = quantum
-    while 8 * stride * ranks <= tokens:  # two strides are about half an even slice
-        stride *= 2
-    start = Partition.by_ratio(tokens, [1.0] * ranks, quantum)
-    result = Refit(start, costs)
-
-    def measure(split: Partition) -> float:
-        return result.run(split, chain_seconds(costs, split.lengths), run, say).ttft_s
-
-    tried = grid_search(start, measure, stride=stride, quantum=quantum, max_runs=GRID_MAX_RUNS)
-    say(f"{tokens} tokens: grid of {len(tried)} splits from {start}, strides {stride} to {quantum}")
-    result.best = best_of(tried)
-    fitted = fit(costs, _fastest(result.observations))
-    result.forecasts_s[result.best] = chain_seconds(fitted, result.best.lengths)
-    for _ in range(GRID_REPEATS - 1):
-        measure(result.best)
-    return result
-
-
-def _fastest(observations: list[Observation]) -> list[Observation]:
-    """Select the fastest of many runs; more would only make the fit slower."""
-    if len(observations) <= FITTED_RUNS:
-        return observations
-    return sorted(observations, key=lambda seen: seen.ttft_s)[:FITTED_RUNS]
 
 
 def noise_of(costs: Costs, observations: Sequence[Observation]) -> float:
@@ -96,7 +55,7 @@ def noise_of(costs: Costs, observations: Sequence[Observation]) -> float:
     return math.sqrt(statistics.fmean(miss**2 for miss in misses))
 
 
-def _entry(found: Refit, method: Method, provenance: Provenance, noise: float) -> Entry:
+def _entry(found: Refit, provenance: Provenance, noise: float) -> Entry:
     times = found.times_of(found.best)
     middle_s = statistics.median(times)
     return Entry(
@@ -108,7 +67,6 @@ def _entry(found: Refit, method: Method, provenance: Provenance, noise: float) -
         repetitions=len(times),
         spread_ratio=(max(times) - min(times)) / middle_s if len(times) > 1 else None,
         noise_ratio=noise,
-        method=method,
         provenance=provenance,
     )
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from made_tables import COSTS
 
+from benchmarks.grid import best_of, grid_search
 from benchmarks.paper_model import costs_on_paper, paper_hardware
 from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.costs.events import busy_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import DataError
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.grid import best_of, grid_search
 from kvr_mpi.tuning.measure import Observation
 from kvr_mpi.tuning.refit import MAX_RUNS, fit, refit, steady
 

@@ -34,11 +34,10 @@ def job(job: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["refit", pytest.param("grid", marks=pytest.mark.long)])
 def test_search_writes_a_table_by_which_a_job_is_cut(
-    method: str, job: Path, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path, kvr_run: Path, run_here: Any
+    job: Path, tmp_path: Path, tiny_model_dir: Path, mpirun: Any, kvr: Path, kvr_run: Path, run_here: Any
 ) -> None:
-    options = ["--contexts", "256,32", "--method", method, "--output", tmp_path / "tables"]
+    options = ["--contexts", "256,32", "--output", tmp_path / "tables"]
     command = [kvr, "search", *with_settings(f"model.path={tiny_model_dir}"), *options]
     found = mpirun(2, command, env={"OMP_NUM_THREADS": "3"})
     assert found.returncode == 0, found.stderr
@@ -55,8 +54,8 @@ def test_search_writes_a_table_by_which_a_job_is_cut(
         assert f"{entry.context_tokens} tokens: {entry.partition}" in found.stderr, "it says what it chose"
         assert "kvr search" in entry.provenance.command and "torch" in entry.provenance.versions
         assert entry.provenance.versions["mpi"] != "none" and entry.provenance.hosts
-        assert entry.method == method and entry.predicted_ttft_s > 0 and entry.ttft_s > 0
-        assert entry.runs >= entry.repetitions >= (3 if method == "grid" else 1) and entry.noise_ratio is not None
+        assert entry.predicted_ttft_s > 0 and entry.ttft_s > 0 and entry.noise_ratio is not None
+        assert entry.runs >= entry.repetitions >= 1
 
     # Splits nobody would choose, so that it shows where the slices come from.
     entries = tuple(an_entry(bounds) for bounds in ((0, 8, 32), (0, 64, 256)))

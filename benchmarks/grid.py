@@ -1,7 +1,7 @@
 """Search for slices by measurement: the paper's hierarchical grid (section 4.2, Fig. 6).
 
-It starts from a first guess and uses only measured times of whole prompts, so it needs many runs; ``refit`` needs a
-few.
+It starts from even slices and uses only measured times of whole prompts, so it needs many runs; ``kvr search`` needs
+a few.
 """
 
 from __future__ import annotations
@@ -9,10 +9,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
-from kvr_mpi.partition import Partition
+from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 
 # The first grid extends this many strides to both sides; finer grids extend one stride around the best point so far.
 FIRST_REACH = 2
+# Maximum number of runs, more than a search usually needs.
+MOST_RUNS = 400
+
+
+def search_grid(tokens: int, ranks: int, measure: Callable[[Partition], float]) -> dict[Partition, float]:
+    """Search from even slices, with strides from half a slice down to the quantum; return all that was measured."""
+    quantum = QUANTUM_TOKENS if tokens >= 4 * QUANTUM_TOKENS * ranks else 1
+    stride = quantum
+    while 8 * stride * ranks <= tokens:  # two strides are about half an even slice
+        stride *= 2
+    start = Partition.by_ratio(tokens, [1.0] * ranks, quantum)
+    return grid_search(start, measure, stride=stride, quantum=quantum, max_runs=MOST_RUNS)
 
 
 def grid_search(
