@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
     answers = asked.makefile()
     rank = int(answers.readline())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGHUP):
-        signal.signal(number, lambda told, _: os.kill(rank, told))
+        signal.signal(number, lambda told, _: _send(rank, told))
     code = answers.readline()
     if not code:
         os._exit(1)
@@ -30,6 +31,11 @@ def main() -> None:
         signal.signal(-int(code), signal.SIG_DFL) if -int(code) not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -int(code))
     os._exit(int(code))
+
+
+def _send(rank: int, told: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended in this moment
+        os.kill(rank, told)
 
 
 def _is_open(file: int) -> bool:

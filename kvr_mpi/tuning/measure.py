@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import eq
+from operator import eq, truediv
 from statistics import median, median_low
 
 from kvr_mpi.costs.layer_costs import Costs
@@ -153,33 +153,41 @@ def _slowest_link(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
 
 
 LAYERS = 2
-# Tokens of the slice and of the prefix, enough to keep the device busy. A GPU computes 512 tokens faster than their
-# kernels are launched, so the measured time per pair of tokens would be several times too long.
-PROBES = {"cpu": (512, 2048), "cuda": (8192, 16384)}
-# A time is measured in at least two runs, until its three smallest values agree within this ratio, or after MOST_RUNS:
-# slices of equal time need no more, and every job waits for it.
+# Tokens of the slice and of the prefix, enough to keep the device busy. On CPUs a slice takes about twice as long with
+# the prefix. A GPU computes 512 tokens faster than their kernels are launched, so the measured time per pair of tokens
+# would be several times too long.
+PROBES = {"cpu": (256, 4096), "cuda": (8192, 16384)}
+# Runs with and without a prefix.
+ROUNDS = 4
+# A time is measured in at least two runs, until its three smallest values agree within this ratio, or after MOST_RUNS.
 AGREE_WITHIN, MOST_RUNS = 1.05, 4
 # Ranks that differ by less than this ratio count as equal: the difference is noise.
 SAME_WITHIN = 1.25
 
 
 def measure_rates(loaded: LoadedModel, transport: Transport) -> list[Rates]:
-    """Time a slice with and without a prefix, and solve for both rates of each rank; alike on all ranks."""
+    """Time a slice with and without a prefix, and solve for both rates of each rank; alike on all ranks.
+
+    Slices of equal time depend only on the ratio of both times. They are measured in turn, and medians are used, since
+    on shared machines all times vary from second to second.
+    """
     layers, period = _layers_timed(loaded.shape.layers)
     tokens, prefix = _probe_lengths(loaded.device.type, loaded.shape.max_tokens)
     longest = tokens + prefix
-    alone_s = _layer_seconds(loaded, transport, Partition((0, tokens)), LocalTransport(), layers, period)
-    after_prefix_s = _layer_seconds(
-        loaded, transport, Partition((0, prefix, longest)), PretendedChain(), layers, period
-    )
-    pair_s = max(0.0, (after_prefix_s - alone_s) / (tokens * prefix))
+    alone, after_prefix = list[float](), list[float]()
+    transport.barrier()
+    for _ in range(ROUNDS):
+        alone += _layer_seconds(loaded, Partition((0, tokens)), LocalTransport(), layers, period)
+        after_prefix += _layer_seconds(loaded, Partition((0, prefix, longest)), PretendedChain(), layers, period)
+    alone_s, ratio = median(alone), median(map(truediv, after_prefix, alone))
+    pair_s = max(0.0, (ratio - 1) * alone_s / (tokens * prefix))
     token_s = alone_s / tokens - pair_s * tokens / 2
     if token_s <= 0:  # the slice is too short, or the times too noisy, to separate the rates
         pair_s, token_s = 0.0, alone_s / tokens
     everyone = [Rates(*pair) for pair in share_json(transport, gather_json(transport, [token_s, pair_s]))]
     times = [rates.seconds(longest, 0) for rates in everyone]
     if max(times) < SAME_WITHIN * min(times):
-        return [everyone[times.index(min(times))]] * len(everyone)
+        return [everyone[times.index(median_low(times))]] * len(everyone)
     return everyone
 
 
@@ -203,18 +211,14 @@ def _layers_timed(layers: Sequence[LayerShape]) -> tuple[int, int]:
 
 
 def _layer_seconds(
-    loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, layers: int, period: int
-) -> float:
-    """Time of one layer, measured from its start to the start of the next layer of the same kind."""
-    if layers == 0:  # a model of one layer
-        return _prefill_seconds(loaded, transport, partition, chain, None)
+    loaded: LoadedModel, partition: Partition, chain: Transport, layers: int, period: int
+) -> list[float]:
+    """Time layers in one run, each from its start to the start of the next layer of the same kind."""
     ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
-
-    def run() -> list[float]:
-        begins_s = prefill_kvr(loaded, ids, partition, chain, stop_after=1 + layers).layer_times_s
-        return [last - first for first, last in pairwise(begins_s[: 1 + layers : period])]
-
-    return max(fastest(transport, run), 1e-9) / period
+    if layers == 0:  # a model of one layer
+        return [prefill_kvr(loaded, ids, partition, chain).seconds]
+    begins_s = prefill_kvr(loaded, ids, partition, chain, stop_after=1 + layers).layer_times_s
+    return [max(last - first, 1e-9) / period for first, last in pairwise(begins_s[: 1 + layers : period])]
 
 
 def _prefill_seconds(

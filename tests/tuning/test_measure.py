@@ -65,6 +65,18 @@ def test_slower_ranks_have_lower_speeds(monkeypatch: pytest.MonkeyPatch) -> None
     assert costs.qkv_token_s / costs.rest_token_s == pytest.approx(work.qkv_flop / work.rest_flop)
 
 
+def test_slices_do_not_depend_on_how_the_pace_of_a_machine_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, pace = tiny("llama-gqa"), iter([5.0, 5.0, 1.0, 1.0, 2.0, 2.0, 3.0, 1.0])
+
+    def seconds(_: Any, partition: Partition, *more: Any) -> list[float]:
+        start, stop = partition.bounds[-2:]
+        return [next(pace) * ((stop - start) + 3e-4 * sum(range(start, stop)))] * 2
+
+    monkeypatch.setattr(measure, "_layer_seconds", seconds)
+    (found,) = measure.measure_rates(loaded, LocalTransport())
+    assert (found.token_s, found.pair_s) == pytest.approx((1.0, 3e-4), rel=1e-3)
+
+
 def test_rank_0_leads_and_the_others_follow() -> None:
     loaded = tiny("llama-gqa")
     prepare_model(loaded.model, chain=True)
