@@ -24,8 +24,6 @@ from kvr_mpi.stored.reuse import StoredBeginnings, hash_blocks
 from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
-
-
 Ask = Callable[..., Ran]
 
 
@@ -107,25 +105,21 @@ def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record
     assert second.tokens["doc-2.txt#who#json"] == first.tokens["doc-2.txt#json"]
 
 
-def damage(path: Path, name: str = "doc-2.txt", layer: str = "layer_001") -> None:
-    """Flip a bit of stored values, as a disk does."""
-    with h5py.File(path) as file:
-        dataset = kv_in(file, name)[f"{layer}/values"]
-        at = dataset.id.get_offset() + 4 * 11
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
-
-
 def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(run: Path, ask: Ask) -> None:
-    damage(run / "results.h5")
+    """A bit of stored values flips, as on a disk."""
+    file = run / "results.h5"
+    with h5py.File(file) as stored:
+        at = kv_in(stored, "doc-2.txt")["layer_001/values"].id.get_offset() + 4 * 11
+    content = bytearray(file.read_bytes())
+    content[at] ^= 4
+    file.write_bytes(content)
     found = ask(run, ranks=2, code=65).records
     bad = {name: record for name, record in found.items() if record.status == "error"}
     assert set(bad) == {"doc-2.txt#who", "doc-2.txt#json"} and len(found) == 10
     for record in bad.values():
         assert "layer_001/values is damaged" in record.error and record.document == "doc-2.txt"
         assert not record.answer and record.question in QUESTIONS.values()
-    (run / "results.h5").write_bytes((run / "results.h5").read_bytes()[:-5000])
+    file.write_bytes(content[:-5000])
     assert "results.h5" in ask(run, code=65).log
 
 
@@ -189,11 +183,13 @@ def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(run: Pat
     forged.mkdir()
     kv, record = results.kv("doc-1.txt"), results["doc-1.txt"]
     whole, writer = [*kv.layers.values()], ResultWriter(forged, 0, results.header)
-    for name, layers in (("few", whole[:2]), ("narrow", [(keys[:, :, :4], values) for keys, values in whole])):
+    narrow = [(keys[:, :, :4], values) for keys, values in whole]
+    turned = [(keys.mT.contiguous(), values.mT.contiguous()) for keys, values in whole]  # as many bytes of each token
+    for name, layers in (("few", whole[:2]), ("narrow", narrow), ("turned", turned)):
         writer.write(replace(record, id=name), layers, CachedTokens(kv.token_ids or (), kv.text))
     writer.close()
     found = ask(forged, code=65).records.values()
-    assert len(found) == 4 and all(one.status == "error" and " layer " in one.error for one in found)
+    assert len(found) == 6 and all(one.status == "error" and " layer " in one.error for one in found)
 
 
 @pytest.mark.slow
