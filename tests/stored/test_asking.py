@@ -14,9 +14,9 @@ import pytest
 from made_jobs import TEXT, Ran, last_line
 from made_runs import kv_in
 
+from kvr_mpi.runtime.stored_source import scan_stored
 from kvr_mpi.store.kv import BLOCK_TOKENS, CachedTokens
 from kvr_mpi.store.lock import Lock, this_process
-from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.stored.prompt import StoredPrefix
@@ -31,21 +31,6 @@ Ask = Callable[..., Ran]
 def ask(run_job: Any, ask_about: Any) -> Ask:
     """Ask about the documents of a run."""
     return lambda run, *settings, ranks=1, **how: run_job(ranks, *settings, of=ask_about(run, **QUESTIONS), **how)
-
-
-def check_answers(found: dict[str, Record], fresh: dict[str, dict[str, Record]]) -> None:
-    """Hold answers against those to fresh prompts: the same tokens, of which only the question's were computed."""
-    assert len(found) == sum(map(len, fresh.values()))
-    for name, answers in fresh.items():
-        for document, truth in answers.items():
-            record = found[f"{document}#{name}"]
-            assert (record.status, record.document, record.question) == ("done", document, QUESTIONS[name]), (
-                record.error
-            )
-            assert record.token_ids == truth.token_ids and len(truth.token_ids) == truth.new_tokens > 0
-            assert record.prompt_sha256 == truth.prompt_sha256 and record.prompt_tokens == truth.prompt_tokens
-            assert record.document_sha256 == truth.document_sha256
-            assert 0 < record.computed_tokens < 40 < record.prompt_tokens
 
 
 KEPT = ("output.kv=true", "generation.max_new_tokens=3")
@@ -75,7 +60,17 @@ def test_answers_are_those_of_a_fresh_prefill(
     for readers in (1, 3):
         asked = ask(run, model, ranks=readers)
         assert "5 documents will be loaded" in asked.log and "questions about documents: 10" in asked.log
-        check_answers(asked.records, fresh)
+        found = asked.records
+        assert len(found) == sum(map(len, fresh.values()))
+        for key, answers in fresh.items():
+            for document, truth in answers.items():
+                record = found[f"{document}#{key}"]
+                told = record.status, record.document, record.question
+                assert told == ("done", document, QUESTIONS[key]), record.error
+                assert record.token_ids == truth.token_ids and len(truth.token_ids) == truth.new_tokens > 0
+                assert record.prompt_sha256 == truth.prompt_sha256 and record.prompt_tokens == truth.prompt_tokens
+                assert record.document_sha256 == truth.document_sha256
+                assert 0 < record.computed_tokens < 40 < record.prompt_tokens, "only the question's were computed"
 
 
 @pytest.fixture
@@ -105,21 +100,32 @@ def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record
     assert second.tokens["doc-2.txt#who#json"] == first.tokens["doc-2.txt#json"]
 
 
-def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(run: Path, ask: Ask) -> None:
-    """A bit of stored values flips, as on a disk."""
-    file = run / "results.h5"
-    with h5py.File(file) as stored:
-        at = kv_in(stored, "doc-2.txt")["layer_001/values"].id.get_offset() + 4 * 11
-    content = bytearray(file.read_bytes())
-    content[at] ^= 4
-    file.write_bytes(content)
-    found = ask(run, ranks=2, code=65).records
-    bad = {name: record for name, record in found.items() if record.status == "error"}
-    assert set(bad) == {"doc-2.txt#who", "doc-2.txt#json"} and len(found) == 10
-    for record in bad.values():
-        assert "layer_001/values is damaged" in record.error and record.document == "doc-2.txt"
-        assert not record.answer and record.question in QUESTIONS.values()
-    file.write_bytes(content[:-5000])
+def test_a_changed_or_damaged_document_is_named_and_never_answered_and_the_others_are(
+    run: Path, tmp_path: Path, run_job: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is made anew after its documents were listed, with another text; then a bit flips, as on a disk."""
+    (tmp_path / "corpus" / "doc-2.txt").write_text("Document 8. " + TEXT * 7)  # as long as before
+    newer = run_job(2, *KEPT).folder / "results.h5"
+
+    def list_and_replace(spec: Any) -> Any:
+        found = scan_stored(spec)
+        shutil.copy(newer, run)
+        return found
+
+    monkeypatch.setattr("kvr_mpi.runtime.batch.scan_stored", list_and_replace)
+    for words in ("have changed since the job began", "layer_001/values is damaged"):
+        found = ask(run, ranks=2, code=65).records
+        bad = {name: record for name, record in found.items() if record.status == "error"}
+        assert set(bad) == {"doc-2.txt#who", "doc-2.txt#json"} and len(found) == 10
+        for record in bad.values():
+            assert words in record.error and record.document == "doc-2.txt"
+            assert not record.answer and record.question in QUESTIONS.values()
+        with h5py.File(newer) as stored:
+            at = kv_in(stored, "doc-2.txt")["layer_001/values"].id.get_offset() + 4 * 11
+        content = bytearray(newer.read_bytes())
+        content[at] ^= 4
+        newer.write_bytes(content)
+    (run / "results.h5").write_bytes(content[:-5000])
     assert "results.h5" in ask(run, code=65).log
 
 
@@ -211,7 +217,6 @@ def test_kvr_ask_answers_about_chosen_documents(
 
 
 # Prompts that begin like stored ones
-
 
 MORE = "And then the harbour master wrote a second letter, which nobody answered. "
 
