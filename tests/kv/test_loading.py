@@ -17,16 +17,19 @@ from kvr_mpi.model import LayerShape
 
 def test_layers_are_read_ahead_once_and_forgotten() -> None:
     """What reading raises comes out where the layer is asked for, and whoever asks again may have more luck."""
-    read, damage = list[int](), ["damaged"]
+    read, damage, is_ahead = list[int](), ["damaged"], threading.Event()
 
     def load(number: int) -> torch.Tensor | None:
         assert threading.current_thread().name.startswith("kvr-loading")
         read.append(number)
+        if number == LAYERS_AHEAD:
+            is_ahead.set()
         if number == 20 and damage:
             raise OSError(damage.pop())
         return None if number == 5 else torch.full((2, 3), float(number))
 
     layers = LoadedLayers(40, load)
+    assert layers[0] is not None and is_ahead.wait(30), "the next ones are read before they are asked for"
     for number in range(40):
         if number == 20:
             with pytest.raises(OSError, match="damaged"):

@@ -21,6 +21,7 @@ from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
+from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.self_check import check_chain
 
 
@@ -68,8 +69,11 @@ def test_of_windows_and_chunks_only_what_is_seen_travels(name: str, bounds: Any,
     assert [rank.sent_bytes for rank in ranks] == [tokens * row for tokens in [*carried, 0]]
     assert [rank.sent_bytes for rank in everything[:-1]] == [stop * row for stop in bounds[1:-1]]
     assert torch.equal(everything[-1].logits, ranks[-1].logits)
-    keys = layer_kv(everything[-1].cache, 0)
-    assert keys is not None and keys[0].shape[0] == 240
+    # A rank that knows the beginning, and receives or computes what follows, has everything as well.
+    prefix = compute_prefix(loaded, prompt(bounds[1] - 1))
+    for last in (everything[-1], chain(loaded, prompt(240), (0, bounds[1], 240), prefix=prefix)):
+        keys = layer_kv(last.cache, 0)
+        assert keys is not None and keys[0].shape[0] == 240
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -42,13 +42,16 @@ def test_tiny_documents_are_packed_and_long_ones_go_over_the_chain(
     assert four.returncode == 0 and answers(tmp_path / "out") == expected, four.stderr
 
 
-def test_documents_come_in_the_order_that_the_job_names(of_sentences: Any, run_job: Any) -> None:
+def test_documents_come_in_the_order_that_the_job_names(
+    of_sentences: Any, run_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvr_mpi.report.progress.LINE_S", 0.0)
     settings, answers = [of_sentences([2, 15, 7]), "generation.max_new_tokens=0"], {}
     for order, expected in (("longest", "120"), ("shortest", "021"), ("given", "012")):
         for ranks in ("1", "auto"):
             named = [f"documents.order={order}"] * (order != "longest")  # which is the default
             run = run_job(1, *settings, *named, f"parallel.ranks_per_chain={ranks}")
-            assert re.findall(r" \d/3 d00(\d): ", run.log) == [*expected], (order, ranks)
+            assert re.findall(r" (?:\d/3|prefilled) d00(\d): ", run.log) == [*expected], "each is told of once"
             answers[order, ranks] = {record.id: record.prompt_sha256 for record in run.records.values()}
     assert all(each == answers["given", "1"] for each in answers.values())
 
@@ -79,17 +82,6 @@ def test_a_requeued_job_goes_on_with_its_own_runs_alone(run_job: Any, monkeypatc
     run_job(1, limit, to="own", code=78)
 
 
-def running(process: subprocess.Popen[str], what: str, timeout_s: float = 300) -> str:
-    """Read a process's log until a line with `what`, and return all of it."""
-    assert process.stderr is not None
-    text, until = "", time.monotonic() + timeout_s
-    while what not in text:
-        line = process.stderr.readline()
-        assert line and time.monotonic() < until, text
-        text += line
-    return text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["one", pytest.param("all", marks=pytest.mark.long)])
 def test_a_signal_to_any_rank_stops_all_in_time(
@@ -101,12 +93,16 @@ def test_a_signal_to_any_rank_stops_all_in_time(
     launcher = str(Path(sys.executable).parent / "mpirun")
     command = [launcher, "-n", "2", *warm_start, str(DISTURBED), "slow", str(job), str(tmp_path / "pids")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        text = running(process, " d000: ")
+        assert process.stderr is not None
+        text, until = "", time.monotonic() + 300
+        while " d000: " not in text:
+            line = process.stderr.readline()
+            assert line and time.monotonic() < until, text
+            text += line
         pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]
         assert len(pids) == 2
         for pid in pids if who == "all" else pids[:1]:
             os.kill(pid, signal.SIGUSR2)
-        assert process.stderr is not None
         text += process.stderr.read()
         assert process.wait(60) == 75, text
     assert ("stopped by" in text or "another rank was stopped" in text) and "--resume continues" in text

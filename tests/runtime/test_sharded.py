@@ -46,13 +46,13 @@ def test_a_rank_that_stores_its_shard_leaves_the_record_to_another(tmp_path: Pat
 
 
 def check_only_own(folder: Path) -> None:
-    """Every rank has written its slice of a document, once, into a volume of its own."""
+    """Every rank has written its slice of a document's last prompt, once, into a volume of its own."""
     results, written = open_results(folder), Counter[str]()
     for volume in folder.glob("kv-*.h5"):
         with h5py.File(volume) as file:
             written.update(list(file["kv"]))
-    for name, place in results.places.items():
-        record, pieces = results[name], place.pieces
+    for name in results.ids("done"):
+        record, pieces = results[name], results.places[name].pieces
         assert len(pieces) == len({piece.path for piece in pieces}) == max(1, len(record.slices) - 1)
         with results.open(name) as (_, kv):
             assert [row[0].tokens.first for row in kv.pieces] == list(record.slices[: len(pieces)])
@@ -90,11 +90,16 @@ def test_what_every_rank_wrote_of_its_own_is_read_as_one(
     check_same(out, truth)
 
 
+@pytest.mark.usefixtures("unmerged")
 def test_bad_documents_stop_nothing(job: Path, run_job: Any) -> None:
+    """Of those that are split, only the prompt about the parts' answers is stored."""
     (job.parent / "corpus" / "empty.txt").write_text("")
     (job.parent / "corpus" / "short.txt").write_text("a")
-    done = run_job(3, *SHARDED, "prompt.template={text}", "prompt.chat_template=false", code=65)
+    split = "prompt.too_long=split", "prompt.max_tokens=150"
+    done = run_job(3, SHARDED[0], *split, "prompt.template={text}", "prompt.chat_template=false", code=65)
     assert last_line(done.log).count("2 of 7 documents failed")
     found = done.records
     assert [record.status for record in found.values()] == ["done"] * 5 + ["error"] * 2
     assert "tokens cannot be spread over 3 ranks" in found["short.txt"].error
+    assert max(record.parts for record in found.values()) > 1
+    check_only_own(done.folder)

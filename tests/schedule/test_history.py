@@ -109,9 +109,9 @@ def test_histories_are_found_by_model_and_ranks_and_nothing_else_is_read(tmp_pat
     file.symlink_to("/dev/zero")
     assert read_history(file, *NAME) is None
     history = a_history()
-    for _ in range(KEPT_JOBS + 3):
-        history = history.after(a_job(1.0, 1.0, 2.0))
-    assert len(history.jobs) == KEPT_JOBS
+    for number in range(KEPT_JOBS + 3):
+        history = history.after(a_job(1.0, 1.0, 2.0, limit_tokens=number))
+    assert [job.limit_tokens for job in history.jobs] == [*range(3, KEPT_JOBS + 3)], "the latest"
 
 
 def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

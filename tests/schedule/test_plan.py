@@ -68,6 +68,7 @@ def test_a_document_in_parts_takes_as_long_as_its_prompts() -> None:
     assert FORECAST.parts(1000) == [1000]
     prompts = FORECAST.parts(5000)
     assert len(prompts) > 6 and max(prompts) <= 1000 and sum(prompts[:-1]) >= 5000
+    assert prompts[-1] == 3 + 11 * (len(prompts) - 1), "the template and the parts' answers"
     whole = FORECAST.document_s(5000, 2)
     assert whole == pytest.approx(sum(FORECAST.document_s(prompt, 2) for prompt in prompts))
     assert FORECAST.document_s(800, 1) == pytest.approx(FORECAST.ttft_s(800, 1) + 10 * (STEP_S + 800 * TOKEN_S))

@@ -14,9 +14,9 @@ import pytest
 from made_jobs import TEXT, Ran, last_line
 from made_runs import kv_in
 
+from kvr_mpi.runtime.stored_source import scan_stored
 from kvr_mpi.store.kv import BLOCK_TOKENS, CachedTokens
 from kvr_mpi.store.lock import Lock, this_process
-from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.stored.prompt import StoredPrefix
@@ -24,8 +24,6 @@ from kvr_mpi.stored.reuse import StoredBeginnings, hash_blocks
 from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}
-
-
 Ask = Callable[..., Ran]
 
 
@@ -33,21 +31,6 @@ Ask = Callable[..., Ran]
 def ask(run_job: Any, ask_about: Any) -> Ask:
     """Ask about the documents of a run."""
     return lambda run, *settings, ranks=1, **how: run_job(ranks, *settings, of=ask_about(run, **QUESTIONS), **how)
-
-
-def check_answers(found: dict[str, Record], fresh: dict[str, dict[str, Record]]) -> None:
-    """Hold answers against those to fresh prompts: the same tokens, of which only the question's were computed."""
-    assert len(found) == sum(map(len, fresh.values()))
-    for name, answers in fresh.items():
-        for document, truth in answers.items():
-            record = found[f"{document}#{name}"]
-            assert (record.status, record.document, record.question) == ("done", document, QUESTIONS[name]), (
-                record.error
-            )
-            assert record.token_ids == truth.token_ids and len(truth.token_ids) == truth.new_tokens > 0
-            assert record.prompt_sha256 == truth.prompt_sha256 and record.prompt_tokens == truth.prompt_tokens
-            assert record.document_sha256 == truth.document_sha256
-            assert 0 < record.computed_tokens < 40 < record.prompt_tokens
 
 
 KEPT = ("output.kv=true", "generation.max_new_tokens=3")
@@ -77,7 +60,17 @@ def test_answers_are_those_of_a_fresh_prefill(
     for readers in (1, 3):
         asked = ask(run, model, ranks=readers)
         assert "5 documents will be loaded" in asked.log and "questions about documents: 10" in asked.log
-        check_answers(asked.records, fresh)
+        found = asked.records
+        assert len(found) == sum(map(len, fresh.values()))
+        for key, answers in fresh.items():
+            for document, truth in answers.items():
+                record = found[f"{document}#{key}"]
+                told = record.status, record.document, record.question
+                assert told == ("done", document, QUESTIONS[key]), record.error
+                assert record.token_ids == truth.token_ids and len(truth.token_ids) == truth.new_tokens > 0
+                assert record.prompt_sha256 == truth.prompt_sha256 and record.prompt_tokens == truth.prompt_tokens
+                assert record.document_sha256 == truth.document_sha256
+                assert 0 < record.computed_tokens < 40 < record.prompt_tokens, "only the question's were computed"
 
 
 @pytest.fixture
@@ -107,25 +100,32 @@ def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record
     assert second.tokens["doc-2.txt#who#json"] == first.tokens["doc-2.txt#json"]
 
 
-def damage(path: Path, name: str = "doc-2.txt", layer: str = "layer_001") -> None:
-    """Flip a bit of stored values, as a disk does."""
-    with h5py.File(path) as file:
-        dataset = kv_in(file, name)[f"{layer}/values"]
-        at = dataset.id.get_offset() + 4 * 11
-    content = bytearray(path.read_bytes())
-    content[at] ^= 4
-    path.write_bytes(content)
+def test_a_changed_or_damaged_document_is_named_and_never_answered_and_the_others_are(
+    run: Path, tmp_path: Path, run_job: Any, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is made anew after its documents were listed, with another text; then a bit flips, as on a disk."""
+    (tmp_path / "corpus" / "doc-2.txt").write_text("Document 8. " + TEXT * 7)  # as long as before
+    newer = run_job(2, *KEPT).folder / "results.h5"
 
+    def list_and_replace(spec: Any) -> Any:
+        found = scan_stored(spec)
+        shutil.copy(newer, run)
+        return found
 
-def test_a_damaged_document_is_named_and_never_answered_and_the_others_are(run: Path, ask: Ask) -> None:
-    damage(run / "results.h5")
-    found = ask(run, ranks=2, code=65).records
-    bad = {name: record for name, record in found.items() if record.status == "error"}
-    assert set(bad) == {"doc-2.txt#who", "doc-2.txt#json"} and len(found) == 10
-    for record in bad.values():
-        assert "layer_001/values is damaged" in record.error and record.document == "doc-2.txt"
-        assert not record.answer and record.question in QUESTIONS.values()
-    (run / "results.h5").write_bytes((run / "results.h5").read_bytes()[:-5000])
+    monkeypatch.setattr("kvr_mpi.runtime.batch.scan_stored", list_and_replace)
+    for words in ("have changed since the job began", "layer_001/values is damaged"):
+        found = ask(run, ranks=2, code=65).records
+        bad = {name: record for name, record in found.items() if record.status == "error"}
+        assert set(bad) == {"doc-2.txt#who", "doc-2.txt#json"} and len(found) == 10
+        for record in bad.values():
+            assert words in record.error and record.document == "doc-2.txt"
+            assert not record.answer and record.question in QUESTIONS.values()
+        with h5py.File(newer) as stored:
+            at = kv_in(stored, "doc-2.txt")["layer_001/values"].id.get_offset() + 4 * 11
+        content = bytearray(newer.read_bytes())
+        content[at] ^= 4
+        newer.write_bytes(content)
+    (run / "results.h5").write_bytes(content[:-5000])
     assert "results.h5" in ask(run, code=65).log
 
 
@@ -189,11 +189,13 @@ def test_keys_of_another_shape_are_refused_even_with_checksums_that_fit(run: Pat
     forged.mkdir()
     kv, record = results.kv("doc-1.txt"), results["doc-1.txt"]
     whole, writer = [*kv.layers.values()], ResultWriter(forged, 0, results.header)
-    for name, layers in (("few", whole[:2]), ("narrow", [(keys[:, :, :4], values) for keys, values in whole])):
+    narrow = [(keys[:, :, :4], values) for keys, values in whole]
+    turned = [(keys.mT.contiguous(), values.mT.contiguous()) for keys, values in whole]  # as many bytes of each token
+    for name, layers in (("few", whole[:2]), ("narrow", narrow), ("turned", turned)):
         writer.write(replace(record, id=name), layers, CachedTokens(kv.token_ids or (), kv.text))
     writer.close()
     found = ask(forged, code=65).records.values()
-    assert len(found) == 4 and all(one.status == "error" and " layer " in one.error for one in found)
+    assert len(found) == 6 and all(one.status == "error" and " layer " in one.error for one in found)
 
 
 @pytest.mark.slow
@@ -215,7 +217,6 @@ def test_kvr_ask_answers_about_chosen_documents(
 
 
 # Prompts that begin like stored ones
-
 
 MORE = "And then the harbour master wrote a second letter, which nobody answered. "
 
