@@ -24,7 +24,7 @@ from kvr_mpi.schedule.moldable import NEVER, Plan, Table, chain_lengths, fixed_p
 
 Order = Literal["longest", "shortest", "given"]
 
-LATER = 1.02  # factor by which a batch may end later than necessary, in exchange for efficient chains
+LATER = 1.02  # factor by which a batch may end later than necessary, in exchange for efficient chains, or none
 # If a document fits on no chain, numbers of ranks are tried up to the job's ranks times two to this power.
 MOST_DOUBLINGS = 10
 
@@ -133,12 +133,14 @@ def schedule(
 
 
 def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks: int, min_efficiency: float) -> _Choice:
-    """Choose the plan that ends earliest, or an efficient one that ends only slightly later."""
+    """Choose the plan that ends earliest, or one without chains, or an efficient one, that ends only slightly later."""
     soonest = min([*fixed.values(), *moldable_plans(times, lengths, ranks)], key=lambda plan: plan.cost)
     areas = times * np.array(lengths)
     shortest = (times < NEVER).argmax(axis=1)
     rows = np.arange(len(times))
     shares = areas[rows, shortest][:, None] / areas
+    if 1 in fixed and fixed[1].makespan <= LATER * soonest.makespan:  # forecasts of chains are less accurate than that
+        return _Choice(fixed[1], times, shares, min_efficiency)
     wasteful = (shares < min_efficiency) & (np.arange(len(lengths)) > shortest[:, None])
     if not (wasteful & (times < NEVER))[rows, soonest.columns].any():
         return _Choice(soonest, times, shares)

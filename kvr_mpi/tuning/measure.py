@@ -131,9 +131,13 @@ def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
 
 def _fixed_seconds(loaded: LoadedModel, world: Transport) -> tuple[float, float]:
     """Measure the LM head and the minimum time of a layer, with a prompt of one token, on the slowest rank."""
-    layers = len(loaded.shape.layers)
+    ids, layers = loaded.shape.sample_ids(1, 1, 0), len(loaded.shape.layers)
+    world.barrier()
     whole_s, body_s, first_s = (
-        _prefill_seconds(loaded, world, Partition((0, 1)), LocalTransport(), stop_after)
+        min(
+            prefill_kvr(loaded, ids, Partition((0, 1)), LocalTransport(), stop_after=stop_after).seconds
+            for _ in range(ROUNDS)
+        )
         for stop_after in (None, layers, 1)
     )
     floor_s = max(0.0, (body_s - first_s) / max(1, layers - 1))
@@ -157,10 +161,8 @@ LAYERS = 2
 # the prefix. A GPU computes 512 tokens faster than their kernels are launched, so the measured time per pair of tokens
 # would be several times too long.
 PROBES = {"cpu": (256, 4096), "cuda": (8192, 16384)}
-# Runs with and without a prefix.
+# Runs of each measurement.
 ROUNDS = 4
-# A time is measured in at least two runs, until its three smallest values agree within this ratio, or after MOST_RUNS.
-AGREE_WITHIN, MOST_RUNS = 1.05, 4
 # Ranks that differ by less than this ratio count as equal: the difference is noise.
 SAME_WITHIN = 1.25
 
@@ -219,27 +221,3 @@ def _layer_seconds(
         return [prefill_kvr(loaded, ids, partition, chain).seconds]
     begins_s = prefill_kvr(loaded, ids, partition, chain, stop_after=1 + layers).layer_times_s
     return [max(last - first, 1e-9) / period for first, last in pairwise(begins_s[: 1 + layers : period])]
-
-
-def _prefill_seconds(
-    loaded: LoadedModel, transport: Transport, partition: Partition, chain: Transport, stop_after: int | None
-) -> float:
-    """Time a prefill while every other rank runs the same prefill."""
-    ids = loaded.shape.sample_ids(partition.tokens, 1, 0)
-    return fastest(transport, lambda: [prefill_kvr(loaded, ids, partition, chain, stop_after=stop_after).seconds])
-
-
-def fastest(transport: Transport, run: Callable[[], Sequence[float]]) -> float:
-    """Repeat a run on all ranks until each rank has three times that agree; return this rank's minimum.
-
-    The minimum is used because disturbances, such as the first run's cold caches, only make a run longer. `run` returns
-    one or several measured times in seconds.
-    """
-    times = list[float]()
-    transport.barrier()
-    for number in range(MOST_RUNS):
-        times = sorted([*times, *run()])
-        agree = number > 0 and len(times) > 2 and times[2] <= AGREE_WITHIN * times[0]
-        if all(share_json(transport, gather_json(transport, agree))):
-            break
-    return times[0]

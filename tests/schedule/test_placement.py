@@ -128,6 +128,9 @@ def test_a_chain_that_is_not_worth_it_is_not_taken() -> None:
         plan = schedule([("long", 1000), *numbered(others)], 4, steep, anything_fits, min_efficiency=0.9)
         (place,) = (place for place in plan.placements if place.id == "long")
         assert place.ranks == ranks and place.reason.endswith(reason)
+    for count, chain in ((101, 4), (401, 1)):  # on chains the batch would end 3 % or less than 1 % sooner
+        plan = schedule(numbered([100] * count), 4, lambda tokens, ranks: tokens / ranks, anything_fits)
+        assert plan.chain_lengths == (chain,)
     needed = schedule(numbered([100_000] * 2), 4, steep, only_short_ones_fit, min_efficiency=1.0).placements
     assert [(place.ranks, place.reason) for place in needed] == [(2, "does not fit on fewer ranks")] * 2
 

@@ -19,7 +19,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import decode_probe, measure
-from kvr_mpi.tuning.measure import MOST_RUNS, fastest, follow, leading, measure_costs
+from kvr_mpi.tuning.measure import follow, leading, measure_costs
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -74,7 +74,7 @@ def test_slices_do_not_depend_on_how_the_pace_of_a_machine_changes(monkeypatch: 
 
     monkeypatch.setattr(measure, "_layer_seconds", seconds)
     (found,) = measure.measure_rates(loaded, LocalTransport())
-    assert (found.token_s, found.pair_s) == pytest.approx((1.0, 3e-4), rel=1e-3)
+    assert found.pair_s / found.token_s == pytest.approx(3e-4, rel=1e-3)
 
 
 def test_rank_0_leads_and_the_others_follow() -> None:
@@ -95,26 +95,6 @@ def test_rank_0_leads_and_the_others_follow() -> None:
         assert one.wait_s[0] < one.busy_s[0], "nothing comes before the first rank"
         assert all(wait > 0 for wait in one.wait_s[1:]) and all(busy > 0 for busy in one.busy_s)
         assert one.ttft_s == pytest.approx(one.busy_s[-1] + one.wait_s[-1])
-
-
-@pytest.mark.parametrize(
-    "ranks, least, runs",
-    [
-        ([[2.0, 1.0, 1.01, 1.02, 0.5]], [1.0], 4),
-        ([[1.0, 1.0, 1.0, 1.5, 0.5], [3.0, 2.0, 2.0, 2.0, 1.0]], [1.0, 2.0], 4),
-        ([[float(2 * MOST_RUNS - run) for run in range(2 * MOST_RUNS)]], [MOST_RUNS + 1.0], MOST_RUNS),
-    ],
-)
-def test_ranks_measure_until_all_have_three_runs_that_agree(
-    ranks: list[list[float]], least: list[float], runs: int
-) -> None:
-    done = [iter(times) for times in ranks]
-    found = run_local(len(ranks), lambda rank: fastest(rank, lambda: [next(done[rank.rank])]))
-    assert found == least
-    assert [len(times) - len(list(left)) for times, left in zip(ranks, done, strict=True)] == [runs] * len(ranks)
-    several = iter([[3.0, 3.0, 3.01], [2.0, 2.01, 2.5], [2.02, 2.5, 2.5], [1.0]])
-    assert fastest(LocalTransport(), lambda: next(several)) == 2.0, "a run of several layers is not believed alone"
-    assert [*several] == [[1.0]]
 
 
 def test_whole_periods_of_layers_are_timed() -> None:
