@@ -198,7 +198,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
         longer = int(possible[1]) if len(possible) > 1 else 0
         if longer and shares[longer] < choice.limit and choice.later is None:
             return f"a chain of {lengths[longer]} would be {100 * shares[longer]:.0f} % efficient"
-        return "a longer chain would not end the batch sooner"
+        return "a longer chain would not end the batch noticeably sooner"
     below = int(possible[possible < column][-1])
     took, before, whole = (duration_text(int(t) / 1e6) for t in (times[column], times[below], choice.plan.makespan))
     late = f", and the whole batch takes {whole}" if times[below] > choice.plan.makespan else ""

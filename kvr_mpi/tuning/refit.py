@@ -1,9 +1,9 @@
 """The best slices in at most four runs: measure, fit the rates, solve in the cost model, measure again.
 
-The paper measures a grid of splits. This measures what every rank did in one split and fits the rates to
-that, so that the cost model can predict all other splits. The fit is a maximum a posteriori estimate: one run does not
-determine all rates, so each rate has a prior around its previous value. The prior is tight for the ranks' speeds, which
-mostly differ by noise.
+The paper measures a grid of splits. This measures what every rank did in one split and fits the rates to that, so that
+the cost model can predict all other splits. The fit is a maximum a posteriori estimate: one run does not determine all
+rates, so each rate has a prior around its previous value. The prior is tight for the ranks' speeds, which mostly differ
+by noise.
 """
 
 from __future__ import annotations
