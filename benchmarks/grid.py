@@ -28,7 +28,7 @@ def search_grid(tokens: int, ranks: int, measure: Callable[[Partition], float]) 
 
 
 def grid_search(
-    start: Partition, measure: Callable[[Partition], float], *, stride: int, quantum: int = 64, max_runs: int = 40
+    start: Partition, measure: Callable[[Partition], float], *, stride: int, quantum: int, max_runs: int
 ) -> dict[Partition, float]:
     """Scan a grid of inner bounds, then finer grids around the best point, down to the quantum.
 

@@ -97,14 +97,15 @@ def schedule(
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
-    A chain longer than a document's memory requires must have a parallel efficiency of at least `min_efficiency`,
-    unless the batch would end more than 2 % later without it, or later than with chains of one fixed length.
+    All documents run on one rank each if they fit and the batch then ends at most 2 % later. Otherwise, a chain longer
+    than a document's memory requires must have a parallel efficiency of at least `min_efficiency`, unless the batch
+    would end more than 2 % later without it, or later than with chains of one fixed length.
 
     documents : unique ids and tokens, in the order in which a chain takes them; a document of 0 tokens is only an error
         record and takes no time.
     seconds : maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
     fits : whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
-    min_efficiency : between 0 (end the batch as early as possible) and 1.
+    min_efficiency : between 0 (any chain that ends the batch sooner) and 1.
 
     Raises `ConfigError` if a predicted time is negative or not finite.
     """
