@@ -113,7 +113,11 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
 
 def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
     spec = SimpleNamespace(
-        is_spread=True, questions=None, chunk_tokens="auto", generation=SimpleNamespace(max_new_tokens=4)
+        is_plain=False,
+        is_spread=True,
+        questions=None,
+        chunk_tokens="auto",
+        generation=SimpleNamespace(max_new_tokens=4),
     )
     assert Planner(chain_of(2), print).plan(prompt_of(997), 0).kept == {0: 1001}
     sharded = Planner(chain_of(2, spec=spec), print)
