@@ -19,9 +19,11 @@ from kvr_mpi.kv import layer
 from kvr_mpi.kv.route import in_two_groups
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill import self_check
 from kvr_mpi.prefill.memory_budget import choose_chunks, footprint_of
-from kvr_mpi.prefill.one_prompt import compute_prefix
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.prefill.routes import relay, relays
+from kvr_mpi.prefill.self_check import check_chunks
 
 
 def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
@@ -112,3 +114,15 @@ def test_groups_change_no_logits(chunk_tokens: int | None, calls: int, monkeypat
     torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
     # In all layers but the last, the last rank's first tokens attend to the 70 before its own.
     assert len(asked) <= 2 * calls and sum(asked) == 2 * 70
+
+
+def test_chunks_that_give_other_logits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_another_prompt(loaded: Any, ids: Any, *given: Any, **how: Any) -> Any:
+        return prefill_kvr(loaded, [ids[0] + 1, *ids[1:]], *given, **how)
+
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    check_chunks(loaded)
+    monkeypatch.setattr(self_check, "prefill_kvr", of_another_prompt)
+    with pytest.raises(ModelError, match="a chain in chunks differ .* leave parallel.chunk_tokens out"):
+        check_chunks(loaded)
