@@ -63,6 +63,7 @@ from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, shar
 from kvr_mpi.tuning.measure import measure_rates
 
 LEAST_PREFIX_TOKENS = 32  # shorter instructions are computed with every prompt, since copying them would take as long
+MOST_COUNTED = 1 << 20  # longer prompts, such as those of models without a maximum length, may need chunks in any case
 EXAMPLE_TOKENS = 8192  # slices are shown for this length if the model's configuration has no maximum length
 
 # Share of the prompt memory that is allocated at once as an extent of pages. A layer as long as an extent has its own
@@ -334,14 +335,17 @@ def _footprint_of(loaded: LoadedModel, max_tokens: int, new_tokens: int, free_by
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
     )
-    alone = relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
-    if 2 * footprint.route_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
-        return replace(footprint, takes_chunks=False)
+    if not footprint.takes_chunks:
+        return footprint
+    whole = replace(footprint, takes_chunks=False)
+    if max_tokens <= MOST_COUNTED:
+        alone = relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
+        if 2 * footprint.route_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
+            return whole
     try:
-        if footprint.takes_chunks:
-            check_chunks(loaded)
+        check_chunks(loaded)
     except ModelError:
-        return replace(footprint, takes_chunks=False)
+        return whole
     return footprint
 
 
