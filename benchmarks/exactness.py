@@ -32,6 +32,7 @@ from kvr_mpi.prefill.one_prompt import (
     prefill_single,
 )
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -196,7 +197,9 @@ def _chain(ids: Sequence[int], cut: Partition, last: int, loaded: LoadedModel, r
 
 def _rival(name: str, ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:
     strategy = PUBLISHED[name]
-    return prefill_kvr(loaded, ids, strategy.cut_evenly(len(ids), rank.size), rank, strategy, reserve_tokens=NEW_TOKENS)
+    strategy.check(loaded, rank)
+    cut = strategy.cut_evenly(len(ids), rank.size)
+    return prefill_kvr(loaded, ids, cut, rank, strategy.make or relay, reserve_tokens=NEW_TOKENS)
 
 
 def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:

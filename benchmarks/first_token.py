@@ -32,7 +32,7 @@ from benchmarks.options import (
     transport_option,
 )
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
-from benchmarks.published import LENT, PUBLISHED
+from benchmarks.published import LENT, PUBLISHED, Strategy
 from benchmarks.rivals import Rival, exactness_of
 from benchmarks.roofline import measure_rooflines
 from benchmarks.tables import print_rooflines, print_strategies
@@ -45,9 +45,8 @@ from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
-from kvr_mpi.prefill.registry import STRATEGIES as IN_JOBS
-from kvr_mpi.prefill.registry import Strategy
-from kvr_mpi.prefill.self_check import check_chain, check_strategy
+from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Log
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.mpi import connect
@@ -195,7 +194,7 @@ def bench(
     )
     for name in strategies:
         if name not in OURS:
-            check_strategy(loaded, LENT[name])
+            LENT[name].check(loaded, world)
     with pinned(world) as cores:
         ours = choose_ours(strategies)
         say(
@@ -305,8 +304,8 @@ class Trial:
         if cold:
             reset_peak(loaded.device)
         predicted = 0
-        if self.registered.name in IN_JOBS and not self.registered.is_plain:
-            route = self.registered.routes(self.cut)[world.rank]
+        if self.registered.make is relay:
+            route = relay(self.cut, world.rank)
             predicted = held_bytes(loaded.device) + self.footprint.route_bytes(route)
         began_cpu_s = time.process_time()
         prefill = self._prefill()
@@ -331,10 +330,10 @@ class Trial:
     def _prefill(self) -> Prefill | None:
         loaded, world, lends = self.loaded, self.world, self.lends
         ids = loaded.shape.sample_ids(self.tokens, 7919, 13)
-        if self.registered.is_plain:
+        if self.registered.make is None:
             return _single_with_all_cores(loaded, world, ids)
         with nullcontext() if lends or self.strategy in OURS else without_kernels(loaded.model):
-            return prefill_kvr(loaded, ids, self.cut, world, self.registered)
+            return prefill_kvr(loaded, ids, self.cut, world, self.registered.make)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,14 @@ import click
 from benchmarks.equations import ttft_star
 from benchmarks.options import plot_option, printed_json_option
 from benchmarks.plots import plot_forecast
-from benchmarks.published import tsp_seconds
+from benchmarks.published import ring_seconds, tsp_seconds
 from benchmarks.tables import write
 from kvr_mpi.cli.environment import is_offline
 from kvr_mpi.cli.options import command, parse_numbers
-from kvr_mpi.costs.costmodel import (
-    best_split,
-    chain_seconds,
-    equal_time_lengths,
-    ring_seconds,
-    single_seconds,
-)
+from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths, single_seconds
 from kvr_mpi.costs.hardware import Hardware
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.workload import Workload
-from kvr_mpi.prefill.registry import AUTO, KVR, candidates, fastest
 from kvr_mpi.schedule.simulate import check_lengths, costs_on
 
 # Strategies of a forecast; kvr-e has even slices, and kvr-s the best that were found.
@@ -37,7 +30,6 @@ class ForecastRow:
     """The forecast for one prompt length and one number of ranks.
 
     ttft_s : seconds to the first token by strategy; other methods as published (``single`` uses one rank).
-    auto : the strategy that a job with ``strategy = "auto"`` would use.
     slices : slice bounds of kvr-s in tokens.
     efficiency : parallel efficiency of kvr-s; 1 if p ranks are p times as fast as one.
     bound_s : TTFT(p), kvr-s without communication; star_s : TTFT*(p), eq. 3.
@@ -46,7 +38,6 @@ class ForecastRow:
     context_tokens: int
     ranks: int
     ttft_s: dict[str, float]
-    auto: str
     slices: tuple[int, ...]
     efficiency: float
     bound_s: float
@@ -133,7 +124,6 @@ def _row(costs: Costs, tokens: int, ranks: int, chunk_tokens: int | None) -> For
         context_tokens=tokens,
         ranks=ranks,
         ttft_s=ttft_s,
-        auto=KVR.name if chunk_tokens else _choose(costs, tokens, ranks, searched_s),  # others take no chunks
         slices=partition.bounds,
         efficiency=single_s / ranks / searched_s,
         bound_s=lower_bound_seconds(costs, tokens, ranks),
@@ -157,29 +147,15 @@ def _evenly(tokens: int, slices: int) -> Sequence[float]:
     return [tokens / slices] * slices
 
 
-def _choose(costs: Costs, tokens: int, ranks: int, searched_s: float) -> str:
-    """Name the strategy that a job would use."""
-    choices = candidates(AUTO) if ranks > 1 else [KVR]
-    seconds = [
-        searched_s if one.in_order else one.forecast(costs, _evenly(tokens, one.stretches * ranks)) for one in choices
-    ]
-    return choices[fastest(seconds)].name
-
-
 def _print_rows(rows: list[ForecastRow], work: Workload, profile: Hardware, costs: Costs) -> None:
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
     click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s")
-    click.echo("time to first token in seconds; efficiency: of kvr-s, 1 if p ranks are p times as fast as one;")
-    click.echo('auto: the strategy that a job with parallel.strategy = "auto" uses\n')
+    click.echo("time to first token in seconds; efficiency: of kvr-s, 1 if p ranks are p times as fast as one\n")
     widths = {name: max(8, len(name)) for name in NAMES}
-    auto = max(len("auto"), *(len(row.auto) for row in rows))
     names = "  ".join(f"{name:>{width}}" for name, width in widths.items())
-    click.echo(f"   tokens  ranks  {names}  efficiency  {'auto':<{auto}}  winner")
+    click.echo(f"   tokens  ranks  {names}  efficiency  winner")
     for row in rows:
         times = "  ".join(
             f"{f'{row.ttft_s[name]:.4g}' if name in row.ttft_s else '-':>{width}}" for name, width in widths.items()
         )
-        click.echo(
-            f"{row.context_tokens:>9}  {row.ranks:>5}  {times}  {row.efficiency:>10.2f}  {row.auto:<{auto}}  "
-            f"{row.winner}"
-        )
+        click.echo(f"{row.context_tokens:>9}  {row.ranks:>5}  {times}  {row.efficiency:>10.2f}  {row.winner}")

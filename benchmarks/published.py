@@ -1,25 +1,74 @@
-"""Strategies of others, as rivals: the paper's all-gather (TSP), and zigzag ring attention as its authors run it.
+"""Strategies of others, as rivals: the paper's all-gather (TSP), and zigzag ring attention.
 
 `PUBLISHED` has all strategies without the cut of the last layer, which is ours; `LENT` has them with it.
+
+Rivals do not run over NCCL: all ranks send and receive at once, on streams that CUDA does not promise to run side by
+side (NVIDIA/nccl#783). On one H200, a ring of two ranks once stood still, and later one of four.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from kvr_mpi.costs.costmodel import ring_seconds, single_seconds
+from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, _attend_blocks
-from kvr_mpi.kv.route import Hop, Route, Step
+from kvr_mpi.kv.route import Hop, MakeRoute, Range, Route, Step
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.registry import STRATEGIES, Forecast, Strategy
-from kvr_mpi.prefill.routes import ring
-from kvr_mpi.topology import others_after
+from kvr_mpi.prefill.routes import relay
+from kvr_mpi.topology import following, others_after, others_before, preceding
+from kvr_mpi.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A way to prefill a prompt.
+
+    name : in rows, tables and plots.
+    make : makes its routes; None: plain transformers on one rank.
+    stretches : slices of each rank.
+    in_order : each rank's tokens follow those of the rank before. Then slices are tuned; otherwise they are even.
+    """
+
+    name: str
+    make: MakeRoute | None
+    stretches: int = 1
+    in_order: bool = False
+
+    def cut_evenly(self, tokens: int, ranks: int, known: int = 0) -> Partition:
+        """Cut a prompt into slices of the same length, after the known tokens."""
+        return Partition.even(tokens - known, self.stretches * ranks).after(known)
+
+    def routes(self, partition: Partition, known: int = 0) -> list[Route]:
+        """Make the route of every position, first slice first."""
+        assert self.make is not None, self.name
+        return [self.make(partition, position, known) for position in range(partition.size // self.stretches)]
+
+    def check(self, loaded: LoadedModel, ranks: Transport) -> None:
+        """Refuse models and transports that it does not support; raise `ModelError` or `ConfigError`."""
+        if self.make is None or self.in_order:
+            return
+        if ranks.in_streams:
+            raise ConfigError(f"{self.name} could stand still over NCCL: use --transport staged, or leave it out")
+        if not loaded.attends_in_parts:
+            why = "its attention cannot be computed in parts"
+        elif self.stretches > 1 and loaded.shape.counts_cache:
+            why = "its attention temperature depends on the length of the cache"
+        elif self.stretches > 1 and "position_ids" not in inspect.signature(loaded.model.forward).parameters:
+            why = "it counts positions itself and accepts none"
+        elif loaded.shape.has_states:
+            why = "its recurrent layers need the state of the tokens before"
+        else:
+            return
+        raise ModelError(f"{loaded.shape.architecture}: {why}, so {self.name} does not run it")
 
 
 def all_gather(
@@ -75,8 +124,53 @@ def attend_masked(
     return _attend_blocks(query, keys, values, params, offset=offset, window=None, dense=True)
 
 
-def _ring(partition: Partition, position: int, known: int = 0, *, chunk_tokens: int | None = None) -> Route:
-    return replace(ring(partition, position, known, chunk_tokens=chunk_tokens), saves_last_layer=False)
+def ring(
+    partition: Partition,
+    position: int,
+    known: int = 0,
+    *,
+    chunk_tokens: int | None = None,
+    saves_last_layer: bool = False,
+) -> Route:
+    """Pass segments around a zigzag ring: rank r owns the r-th stretch from the front and the r-th from the back.
+
+    Ranks compute the same amount in every step, without tuning; every segment crosses all links but one. Segments are
+    forwarded as they arrive. A rank attends to both stretches of another rank in one step, in the order of arrival: for
+    an earlier rank, all queries attend to its near stretch; for a later rank, the far stretch's queries attend to both.
+
+    The ring does not support chunks: a rank's last tokens see those of all other ranks, so ranks would wait for each
+    other's chunks, and compute one at a time.
+    """
+    size = partition.size // 2
+    halves = partition.slices(known)
+
+    def stretches(rank: int) -> list[tuple[int, Range]]:
+        return [(half, halves[half]) for half in (rank, 2 * size - 1 - rank)]
+
+    dest, source = following(position, size), preceding(position, size)
+    hops = [Hop(half, bounds, None, dest) for half, bounds in stretches(position)]
+    steps, (near, far) = [Step((), ((0, known),))] if known else [], (bounds for _, bounds in stretches(position))
+    for rank in others_before(position, size):
+        (_, first), (_, second) = stretches(rank)
+        hops += [Hop(half, bounds, source, dest if dest != rank else None) for half, bounds in stretches(rank)]
+        segments = tuple(half for half, _ in stretches(rank))
+        if rank < position:
+            steps.append(Step(segments, (first,)))
+        else:
+            joined = ((first[0], second[1]),) if first[1] == second[0] else (first, second)
+            steps.append(Step(segments, joined, first_query=near[1] - near[0]))
+    return Route(
+        partition,
+        position,
+        0,  # owns the last stretch
+        partition.size,
+        owned=(near, far),
+        chunks=((near, far),),
+        hops=tuple(hops),
+        steps=tuple(steps),
+        saves_last_layer=saves_last_layer,
+        slots=4,  # both stretches of two ranks: then a receive waits only for earlier receives
+    )
 
 
 def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:
@@ -94,18 +188,35 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
     return costs.layers * max(costs.layer_s + gather_s + work_s, costs.launch_floor_s) + costs.head_s
 
 
-def _tsp(dense: bool) -> Forecast:
-    return lambda costs, lengths: tsp_seconds(costs, sum(lengths), len(lengths), dense=dense)
+def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
+    """Time to the first token of zigzag ring attention, with transfers hidden behind the previous step.
+
+    With `saves_last_layer`, the last layer computes attention only for the last token, as in a chain.
+    """
+    if ranks == 1:
+        return single_seconds(costs, tokens)
+    own = tokens / ranks
+    copies_s = (tokens - own) * costs.copy_token_s
+    speed = min(costs.speeds or (1.0,))
+    # A rank's two ranges of own / 2 tokens attend to another rank's two ranges: half of the four blocks is causal.
+    step_s = own**2 / 2 * costs.pair_s / speed
+    hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
+    attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
+    tokens_s = costs.layer_s + (own * costs.token_s + copies_s) / speed
+    last_s = tokens_s + ((ranks - 1) * hop_s if saves_last_layer else attention_s)
+    layer_s = max(tokens_s + attention_s, costs.launch_floor_s)
+    return (costs.layers - 1) * layer_s + max(last_s, costs.launch_floor_s) + costs.head_s
 
 
-_DENSE = Strategy("tsp-dense", partial(all_gather, is_dense=True), _tsp(True))
-_CAUSAL = Strategy("tsp-causal", partial(all_gather, is_dense=False), _tsp(False))
-_LENT_CAUSAL = replace(_CAUSAL, make=partial(all_gather, is_dense=False, saves_last_layer=True))
-_SINGLE, _RING, _KVR = (STRATEGIES[name] for name in ("single", "ring", "kvr"))
-_PUBLISHED_RING = replace(
-    _RING,
-    make=_ring,
-    forecast=lambda costs, lengths: ring_seconds(costs, sum(lengths), len(lengths) // 2),
-)
-LENT: Mapping[str, Strategy] = {one.name: one for one in (_SINGLE, _DENSE, _LENT_CAUSAL, _RING, _KVR)}
-PUBLISHED: Mapping[str, Strategy] = {one.name: one for one in (_SINGLE, _DENSE, _CAUSAL, _PUBLISHED_RING, _KVR)}
+_SINGLE, _KVR = Strategy("single", None), Strategy("kvr", relay, in_order=True)
+
+
+def _all(*, lends: bool) -> dict[str, Strategy]:
+    dense = Strategy("tsp-dense", partial(all_gather, is_dense=True))
+    causal = Strategy("tsp-causal", partial(all_gather, is_dense=False, saves_last_layer=lends))
+    zigzag = Strategy("ring", partial(ring, saves_last_layer=lends), stretches=2)
+    return {one.name: one for one in (_SINGLE, dense, causal, zigzag, _KVR)}
+
+
+LENT: Mapping[str, Strategy] = _all(lends=True)
+PUBLISHED: Mapping[str, Strategy] = _all(lends=False)

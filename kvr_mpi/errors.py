@@ -149,7 +149,7 @@ class CorpusError(ConfigError):
 
 
 class ModelError(ConfigError):
-    """The model cannot be found, loaded, or run by the chosen strategy."""
+    """The model cannot be found, loaded, or run in the chosen way."""
 
 
 class OutputError(ConfigError):

@@ -1,6 +1,6 @@
 """Partitions: how a prompt is cut into slices for the ranks of a chain (KV-Runahead, section 4.2).
 
-Planners create a `Partition`; the strategies of a prefill follow it.
+Planners create a `Partition`; a prefill follows it.
 """
 
 from __future__ import annotations

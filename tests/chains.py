@@ -54,7 +54,8 @@ def rival(
 ) -> Prefill:
     """Prefill by a strategy with even slices, as published, or with what jobs have."""
     strategy = (LENT if lends else PUBLISHED)[name]
-    return prefill_kvr(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, strategy, **options)
+    assert strategy.make is not None
+    return prefill_kvr(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, strategy.make, **options)
 
 
 # Tiny models in folders, and their parts on ranks that are threads

@@ -44,8 +44,6 @@ SAMPLED = {"generation.temperature": 1.5}
 
 WAYS: dict[str, Job] = {
     "chunks": {"parallel.chunk_tokens": 37},
-    "ring": {"parallel.strategy": "ring"},
-    "auto": {"parallel.strategy": "auto"},
     "single": {"parallel.strategy": "single"},
     "alone": {"parallel.ranks_per_chain": 1},
     "groups": {"parallel.tensor_parallel": 2},

@@ -36,7 +36,7 @@ GROUPS = {
     },
     "From time to time": {
         "report": "Write an HTML page about a run: where the time went, and the answers.",
-        "verify": "Check that every strategy gives the same results as one process.",
+        "verify": "Check that chains give the same results as one process.",
         "search": "Measure the best slices on this machine, or how many tokens KV heads keep; write a table.",
         "prune": "Remove stored keys and values: by document, age or size.",
     },

@@ -199,7 +199,6 @@ def _columns(place: Placement, forecast: Forecast) -> dict[str, Any]:
         "prompts": len(prompts),
         "ranks": place.ranks,
         "first_rank": place.first_rank,
-        "strategy": forecast.strategy(prompts[0], ranks).name if prompts else None,
         "slices": list(forecast.slices(prompts[0], ranks).bounds) if prompts else [],
         "chunk_tokens": forecast.chunks_for(prompts[0], ranks) if prompts else None,
         "start_s": place.start_s,
@@ -218,7 +217,7 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
     from kvr_mpi.errors import printable
     from kvr_mpi.report.table import documents_table, open_console
 
-    table = documents_table(("tokens", "on ranks", "strategy", "slices", "start", "first token", "end", "memory"))
+    table = documents_table(("tokens", "on ranks", "slices", "start", "first token", "end", "memory"))
     table.add_column("why", overflow="fold", ratio=1)
     rows = sorted(found.placements, key=lambda place: (place.start_s, place.first_rank))
     for place in rows[:SHOWN_ROWS]:
@@ -231,7 +230,6 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
             Text(printable(place.id)),
             str(place.tokens),
             str(last) if place.ranks == 1 else f"{place.first_rank}-{last}",
-            row["strategy"] or "",
             slices if row["prompts"] < 2 else f"{row['prompts']} prompts",
             duration_text(place.start_s),
             "" if row["ttft_s"] is None else duration_text(row["ttft_s"]),

@@ -1,4 +1,4 @@
-"""``kvr verify``: compares all strategies with one process, on the user's own model."""
+"""``kvr verify``: compares chains with one process, on the user's own model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SEED = 0
     help=f"Prompt lengths in tokens; {CONTEXT}: the longest that the model accepts.",
 )
 def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
-    """Compare logits, keys, values and greedy tokens of every strategy with plain transformers.
+    """Compare logits, keys, values and greedy tokens of chains with plain transformers.
 
     \b
     mpirun -n 4 kvr verify jobs/summarize.toml --lengths 512,16k
     mpirun -n 4 kvr verify --set model.path=/models/mine --set model.dtype=bfloat16
 
     JOB names the model and the transport; without it, a small model in float32 is used.
-    The exit code is 0 only if all strategies agree.
+    The exit code is 0 only if all agree.
     """  # noqa: D301
     from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.cli.launch import guarded
@@ -48,7 +48,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.failure import is_out_of_memory
         from kvr_mpi.prefill.self_check import check_chain
-        from kvr_mpi.prefill.verify import NEW_TOKENS, does_not_fit
+        from kvr_mpi.prefill.verify import NEW_TOKENS
         from kvr_mpi.prefill.verify import verify as verify_all
         from kvr_mpi.report.log import Log
         from kvr_mpi.transport import together
@@ -71,14 +71,12 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
 
         chosen = together(world, choose)
         checked = together(world, lambda: check_chain(loaded))
-        for line in does_not_fit(checked):
-            log.root(line)
         failed = count = 0
         try:
             for finding in verify_all(checked, links, chosen, SEED):
                 count, failed = count + 1, failed + (not finding.holds)
                 log.root(
-                    f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.strategy}: logits "
+                    f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.slices}: logits "
                     f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
                     f"{finding.allowed:.1e}), greedy tokens {'the same' if finding.same_tokens else 'DIFFERENT'}"
                 )

@@ -1,8 +1,7 @@
-"""Forecasts the time to the first token of chains and of alternative strategies.
+"""Forecasts the time to the first token of chains, whose segments are forwarded as they arrive, and of one process.
 
-The rates come from `Workload` and `Hardware`, or are measured here. The strategies are KV-Runahead, whose segments are
-forwarded as they arrive, zigzag ring attention, and one process. The paper's own engine and machine are in a clone's
-``benchmarks``.
+The rates come from `Workload` and `Hardware`, or are measured here. Other strategies, and the paper's own engine and
+machine, are in a clone's ``benchmarks``.
 """
 
 from __future__ import annotations
@@ -51,26 +50,6 @@ def single_seconds(costs: Costs, tokens: float) -> float:
     """Time to the first token of one process, at nominal speed."""
     layer_s = tokens * costs.token_s + tokens**2 / 2 * costs.pair_s
     return costs.layers * max(layer_s, costs.launch_floor_s) + costs.head_s
-
-
-def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
-    """Time to the first token of zigzag ring attention, with transfers hidden behind the previous step.
-
-    With `saves_last_layer`, the last layer computes attention only for the last token, as in a chain.
-    """
-    if ranks == 1:
-        return single_seconds(costs, tokens)
-    own = tokens / ranks
-    copies_s = (tokens - own) * costs.copy_token_s
-    speed = min(costs.speeds or (1.0,))
-    # A rank's two ranges of own / 2 tokens attend to another rank's two ranges: half of the four blocks is causal.
-    step_s = own**2 / 2 * costs.pair_s / speed
-    hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
-    attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
-    tokens_s = costs.layer_s + (own * costs.token_s + copies_s) / speed
-    last_s = tokens_s + ((ranks - 1) * hop_s if saves_last_layer else attention_s)
-    layer_s = max(tokens_s + attention_s, costs.launch_floor_s)
-    return (costs.layers - 1) * layer_s + max(last_s, costs.launch_floor_s) + costs.head_s
 
 
 def equal_time_lengths(costs: Costs, tokens: float, ranks: int, token_weight: float = 1.0) -> list[float]:

@@ -16,7 +16,7 @@ from kvr_mpi.job.spec import JobSpec
 SHOWN_CHARACTERS = 32
 LEAVE_OUT = "leave one of the two out"
 
-AUTO, RING, SINGLE = (f"parallel.strategy = {name!r}" for name in ("auto", "ring", "single"))
+SINGLE = "parallel.strategy = 'single'"
 CHAIN_SIZE, PLANNED = "parallel.ranks_per_chain", "parallel.ranks_per_chain = 'auto'"
 CHUNKS, TABLE, TENSOR_PARALLEL = "parallel.chunk_tokens", "parallel.partition = PATH", "parallel.tensor_parallel"
 HEADS = "decode.mode = 'head-parallel'"
@@ -54,14 +54,11 @@ class Row:
 
 REFUSED = (
     # How prompts run.
-    Row(CHUNKS, (RING, SINGLE), "only chains compute slices in chunks", "choose strategy = 'kvr' or 'auto'"),
+    Row(CHUNKS, (SINGLE,), "only chains compute slices in chunks", "choose strategy = 'kvr'"),
     Row(CHUNKS, (STATES,), "its layers pass on one state per slice"),
     Row(CHUNKS, (GENERIC,), "its attention makes a mask for the whole slice"),
-    Row(TABLE, (RING,), "a ring's slices are even", "choose strategy = 'kvr' or 'auto', or another partition"),
     Row(TABLE, (PLANNED,), "a table is for chains of one length", "choose another partition"),
-    Row(RING, (STATES,), "a ring does not compute tokens in order", "choose strategy = 'kvr'"),
-    Row(RING, (GENERIC,), "a ring delivers a prefix in parts", "choose strategy = 'kvr'"),
-    Row(TENSOR_PARALLEL, (AUTO, RING, SINGLE), "these need a whole model on every rank", "choose strategy = 'kvr'"),
+    Row(TENSOR_PARALLEL, (SINGLE,), "it needs a whole model on every rank", "choose strategy = 'kvr'"),
     Row(
         TENSOR_PARALLEL, (PLANNED,), "plans are for ranks that hold the whole model", "give a number of ranks, or 'all'"
     ),
@@ -83,7 +80,7 @@ REFUSED = (
     Row(TENSOR_PARALLEL, ("model.trust_remote_code",), "transformers has no plan to split such a model"),
     # Rolling caches.
     Row(ROLLING, (TENSOR_PARALLEL,), "the ranks of a group hold parts of a model"),
-    Row(ROLLING, (RING, SINGLE), "only chains of one rank have a rolling cache", "choose strategy = 'kvr'"),
+    Row(ROLLING, (SINGLE,), "only chains of one rank have a rolling cache", "choose strategy = 'kvr'"),
     Row(ROLLING, (CHAIN_SIZE,), "each rank has a rolling cache and documents of its own", "leave it out"),
     Row(ROLLING, (TABLE,), "prompts are not cut into slices", "leave it out"),
     Row(ROLLING, (COMPRESS,), "compression chooses among all tokens of a prompt"),
@@ -130,7 +127,7 @@ REFUSED = (
     # Stored keys and values, and questions about them.
     Row(
         SHARDED_KV,
-        (AUTO, RING, SINGLE),
+        (SINGLE,),
         "the ranks of a chain store their slices",
         "choose strategy = 'kvr', or output.kv = true",
     ),
@@ -156,7 +153,7 @@ REFUSED = (
         "questions.documents selects documents of the run",
         "name the documents in questions.documents",
     ),
-    Row(QUESTIONS, (RING, SINGLE), "only chains continue stored prompts", "leave strategy out"),
+    Row(QUESTIONS, (SINGLE,), "only chains continue stored prompts", "leave strategy out"),
     Row(QUESTIONS, (TABLE,), "only a question's own tokens are computed", "leave it out"),
     Row(QUESTIONS, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
     # Several prompts about a document; rows that are prompts.

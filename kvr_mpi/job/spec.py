@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.plain import AS_GIB, AS_SHARE, AS_TOKENS, Strict
-from kvr_mpi.prefill.registry import JOB_STRATEGIES
 from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import Name
 
@@ -145,10 +144,8 @@ class PromptSection(Strict):
 class ParallelSection(Strict):
     """How the ranks share the work."""
 
-    strategy: str = Field(
-        "kvr",
-        description="kvr: chains of ranks; ring: zigzag rings; auto: the faster for each prompt; single: one document "
-        "per rank",
+    strategy: Literal["kvr", "single"] = Field(
+        "kvr", description="kvr: chains of ranks; single: plain transformers, one document per rank"
     )
     ranks_per_chain: Annotated[int, Field(ge=1)] | Literal["all", "auto"] | None = Field(
         None,
@@ -174,13 +171,6 @@ class ParallelSection(Strict):
     transport: Name = Field(
         "auto", description="what carries keys and values between ranks; auto: mpi on CPUs, nccl on GPUs"
     )
-
-    @field_validator("strategy")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        if value not in JOB_STRATEGIES:
-            raise ValueError(f"expected one of {', '.join(map(repr, JOB_STRATEGIES))}")
-        return value
 
     @property
     def table(self) -> str | None:
@@ -273,9 +263,14 @@ class JobSpec(Strict):
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether plain transformers runs the prompts, each on one rank."""
+        return self.parallel.strategy == "single"
+
+    @property
     def takes_chains(self) -> bool:
         """Whether several ranks may share a prompt; not with plain transformers or a rolling cache."""
-        return self.parallel.strategy != "single" and not self.cache.is_rolling
+        return not self.is_plain and not self.cache.is_rolling
 
     @property
     def ranks_per_chain(self) -> int | Literal["all", "auto"]:

@@ -98,7 +98,7 @@ class SliceCache(RowCache):
         self.is_alone = transfers is None and not shape.has_states  # models read states before keys
         in_streams = transfers is not None and transfers.forwarder.transport.in_streams
         self._layers_ahead = FEW_AHEAD if in_streams or self._choose is not None else LAYERS_AHEAD
-        if self.is_alone or (in_streams and not route.is_one_way):
+        if self.is_alone:
             self._layers_ahead = 0
         layers = [
             StateLayer(self, idx, layer) if layer.states else SliceLayer(self, idx, layer)

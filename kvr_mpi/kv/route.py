@@ -86,18 +86,6 @@ class Route:
     slots: int = 1
 
     @property
-    def is_one_way(self) -> bool:
-        """Whether this position receives from earlier positions and sends to later ones only, as in a chain.
-
-        On other routes, ranks on GPUs post no receive ahead. Work that waits for the whole GPU, such as the first use
-        of a kernel, would wait for such a receive, and so for a rank that may wait for this one in the same way.
-        """
-        return all(
-            (hop.source is None or hop.source < self.position) and (hop.dest is None or hop.dest > self.position)
-            for hop in self.hops
-        )
-
-    @property
     def capacity(self) -> int:
         """Tokens that a layer's buffer holds: those that this position computes or receives, and those before."""
         return max(last for _, last in (*self.owned, *(hop.bounds for hop in self.hops)))

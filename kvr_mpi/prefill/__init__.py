@@ -1,1 +1,1 @@
-"""Prefill: the strategies, and a pass over one prompt that yields keys, values and first logits."""
+"""Prefill: a pass over one prompt, by a chain or one rank, that yields keys, values and first logits."""

@@ -103,10 +103,10 @@ def _scratch_rows(
     return slots[len(posted) % len(slots)][: (last - first) * elements].view(-1, elements)
 
 
-def digest_of(ids: Sequence[int], bounds: Sequence[int], strategy: str) -> int:
-    """Return a 63-bit hash of a prompt's token ids, partition and strategy."""
+def digest_of(ids: Sequence[int], bounds: Sequence[int]) -> int:
+    """Return a 63-bit hash of a prompt's token ids and partition."""
     digest = hashlib.sha256(np.asarray(ids, "<i8").tobytes())
-    digest.update(f"{strategy} {list(bounds)}".encode())
+    digest.update(f"{list(bounds)}".encode())
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 

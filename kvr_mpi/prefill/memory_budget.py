@@ -23,12 +23,11 @@ from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.cache import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute, Route, count_tokens
+from kvr_mpi.kv.route import Route, count_tokens
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
-from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.local import PretendedChain
 
@@ -97,7 +96,7 @@ class Footprint:
     def route_bytes(
         self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
     ) -> int:
-        """Peak bytes of a rank for a prompt under any strategy, in addition to what it held before.
+        """Peak bytes of a rank for a prompt on any route, in addition to what it held before.
 
         An upper bound: a rank that does not keep all layers is assumed to hold the maximum number at a time. With
         `is_spread` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
@@ -202,7 +201,6 @@ def footprint_of(
 
 def choose_chunks(
     asked: int | Literal["auto"],
-    strategy: Strategy,
     footprint: Footprint | None,
     fits: Callable[[int | None], bool],
 ) -> int | None:
@@ -213,7 +211,7 @@ def choose_chunks(
     fits : whether the prompt fits with chunks of a size, or (None) with whole slices, on otherwise empty ranks: a
         prompt's chunks must not depend on other prompts.
     """
-    if not strategy.in_order or footprint is None:
+    if footprint is None:
         return None
     if asked != "auto":
         return asked
@@ -227,15 +225,15 @@ def check_fits(
     partition: Partition,
     free_bytes: Sequence[int],
     reserve_tokens: int,
-    make: MakeRoute = relay,
     *,
+    chunk_tokens: int | None = None,
     is_spread: bool = False,
     drop: PlannedDrop | None = None,
 ) -> None:
     """Check that a prompt fits into memory before it starts; the result is the same on every rank.
 
     free_bytes : bytes each rank of the chain has left for prompts, in the order of their slices.
-    make : the strategy's route.
+    chunk_tokens : slices are computed in chunks of this many tokens; None: at once.
     is_spread : every rank keeps only its own tokens.
     drop : what compression drops on the last rank.
 
@@ -244,14 +242,14 @@ def check_fits(
     size, tokens = len(free_bytes), partition.tokens
 
     def needed(cut: Partition, rank: int) -> int:
-        route = make(cut, rank)
+        route = relay(cut, rank, chunk_tokens=chunk_tokens)
         return footprint.route_bytes(route, reserve_tokens=reserve_tokens, is_spread=is_spread, drop=drop)
 
     needs = [needed(partition, rank) for rank in range(size)]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
     if not short:
         return
-    rank, enough = short[-1], ranks_that_fit(needed, tokens, min(free_bytes), partition.size // size)
+    rank, enough = short[-1], ranks_that_fit(needed, tokens, min(free_bytes))
     advice = f"{enough} ranks would be enough" if enough else "more ranks would not help"
     if not enough and drop is not None:
         advice += ", since the last one keeps all that compression does not drop"
@@ -264,16 +262,14 @@ def check_fits(
     )
 
 
-def ranks_that_fit(
-    needed: Callable[[Partition, int], int], tokens: int, free: int, slices_per_rank: int = 1
-) -> int | None:
+def ranks_that_fit(needed: Callable[[Partition, int], int], tokens: int, free: int) -> int | None:
     """Return the smallest number of ranks for which even slices fit into `free` bytes each; None if there is none.
 
     needed : bytes that a rank needs for a partition.
     """
     size = 1
-    while size <= min(tokens // slices_per_rank, MOST_RANKS):
-        partition = Partition.even(tokens, slices_per_rank * size)
+    while size <= min(tokens, MOST_RANKS):
+        partition = Partition.even(tokens, size)
         # The ranks in between need no more than the last but one.
         if all(needed(partition, rank) <= free for rank in {0, max(0, size - 2), size - 1}):
             return size

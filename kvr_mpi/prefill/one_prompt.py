@@ -23,7 +23,7 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import count_tokens
+from kvr_mpi.kv.route import MakeRoute, count_tokens
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
@@ -33,15 +33,14 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, agree, attempt, describe_failure, digest_of, play_on
-from kvr_mpi.prefill.registry import KVR, Strategy
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport
 
-# The strategy that is plain transformers.
-PLAIN = "single"
+# How a prompt is prefilled, in records: by plain transformers, or as a slice of a chain.
+PLAIN, KVR = "single", "kvr"
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class Prefill:
     error: str | None = None  # why it failed, here or (on the last rank) anywhere in the chain; no cache then
     layer_times_s: Sequence[float] = ()  # when each layer's keys were made, excluding wait time
     send_wait_s: float = 0.0  # of `seconds`, waiting for this rank's sends to complete
-    strategy: str = "kvr"  # the strategy used: a name of `registry.STRATEGIES`
+    strategy: str = KVR  # or PLAIN
     known_tokens: int = 0  # number of first tokens whose keys and values were known before
     share: Share | None = None  # this rank's share of a prompt that stays sharded; no cache then
     stored_tokens: int = 0  # number of first tokens whose keys and values earlier ranks store
@@ -173,7 +172,7 @@ def prefill_kvr(
     ids: Sequence[int],
     partition: Partition,
     chain: Transport,
-    strategy: Strategy = KVR,
+    make: MakeRoute = relay,
     *,
     last: int | None = None,
     forwarder: Forwarder | None = None,
@@ -182,11 +181,11 @@ def prefill_kvr(
     chunk_tokens: int | None = None,
     **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
-    """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or another strategy.
+    """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or on other routes.
 
     ids : the whole prompt, the same on every rank.
     partition : the prompt's slices, in a relay one for each rank. The first slice includes the prefix.
-    strategy : one with routes.
+    make : makes the routes.
     last : the rank that ends with the cache; the slices are rotated around the ranks accordingly. None: rank i has
         slice i.
     forwarder : a forwarder that is reused from prompt to prompt: sends that are unfinished after the prefill overlap
@@ -205,10 +204,7 @@ def prefill_kvr(
         )
     if chunk_tokens is not None and (why := why_no_chunks(loaded)):
         raise ModelError(why)
-    if why := strategy.misfit(loaded):
-        raise ModelError(why)
-    assert strategy.make is not None, "plain transformers runs by `prefill_single`"
-    make = partial(strategy.make, chunk_tokens=chunk_tokens)
+    make = partial(make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
         prefix.check(ids)
@@ -259,7 +255,7 @@ def prefill_kvr(
         play_on(cache)
     failed: list[int] = []
     if spares_chain:
-        digest = None if failure is not None else digest_of(ids, partition.bounds, strategy.name)
+        digest = None if failure is not None else digest_of(ids, partition.bounds)
         failed = agree(transfers, route.position, route.decode_position, cache.device, digest)
     if transfers is None:
         wait_for_compute(loaded.device)
@@ -285,7 +281,6 @@ def prefill_kvr(
         error=error,
         layer_times_s=layer_times_s,
         send_wait_s=send_wait_s,
-        strategy=strategy.name,
         known_tokens=known,
         share=None if failed else cache.share,
         began_s=began,

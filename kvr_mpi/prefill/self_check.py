@@ -23,7 +23,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import FAILURES, Answer, differences, error_share, follow, why_not_the_same
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
-from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.prefill.stored_shares import run_shares
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
@@ -168,34 +167,22 @@ def _follow(loaded: LoadedModel, prefill: Prefill) -> Answer:
     return follow(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
 
 
-def check_strategy(loaded: LoadedModel, strategy: Strategy, chunk_tokens: int | None = None) -> None:
-    """Verify on a few tokens that a strategy gives this model's logits, in whole slices or in chunks.
+def check_chunks(loaded: LoadedModel) -> None:
+    """Verify on a few tokens that a chain that computes its slices in chunks gives this model's logits.
 
-    `check_chain` has already verified chains that compute whole slices.
-
-    Raises `ModelError` if the strategy or the model does not support it, or the logits differ.
+    Raises `ModelError` if the model does not support chunks, or the logits differ.
     """
-    name, how = strategy.name, "" if chunk_tokens is None else " in chunks"
-    if strategy.is_plain or (strategy.in_order and chunk_tokens is None):
-        return
-    if chunk_tokens is not None and not strategy.in_order:
-        raise ModelError(f"parallel.chunk_tokens = {chunk_tokens}: {name} cannot use chunks; use strategy = 'kvr'")
-    if why := strategy.misfit(loaded):
-        raise ModelError(f"parallel.strategy = {name!r}: {why}")
     tokens = min(LEAST_TOKENS, loaded.shape.max_tokens or LEAST_TOKENS)
-    ids, cut = loaded.shape.sample_ids(tokens), strategy.cut_evenly(tokens, 3)
-    chunk = CHECKED_CHUNK if how else None
+    ids, cut = loaded.shape.sample_ids(tokens), Partition.even(tokens, 3)
 
     def run() -> Iterator[tuple[str, float]]:
         ranks = run_local(
-            3, lambda rank: prefill_kvr(loaded, ids, cut, rank, strategy, chunk_tokens=chunk), loaded.device
+            3, lambda rank: prefill_kvr(loaded, ids, cut, rank, chunk_tokens=CHECKED_CHUNK), loaded.device
         )
-        (found,) = (rank.logits for rank in ranks if rank.logits is not None)
-        yield f"the logits of a {name}{how}", error_share(found, prefill_whole(loaded, ids).logits)
+        yield "the logits of a chain in chunks", error_share(ranks[-1].logits, prefill_whole(loaded, ids).logits)
 
     if why := why_not_the_same(loaded, run, "those of one rank"):
-        remedy = "leave parallel.chunk_tokens out" if how else "use strategy = 'kvr' for this model"
-        raise ModelError(f"{loaded.shape.architecture}: on {tokens} tokens {why}; {remedy}")
+        raise ModelError(f"{loaded.shape.architecture}: on {tokens} tokens {why}; leave parallel.chunk_tokens out")
 
 
 def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | None:

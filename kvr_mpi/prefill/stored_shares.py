@@ -66,7 +66,7 @@ def run_shares(
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         cache.play_on()
-    digest = digest_of(row[0].tolist(), [share.length for share in shares], "shares")
+    digest = digest_of(row[0].tolist(), [share.length for share in shares])
     sent = torch.tensor([status, digest], dtype=torch.int64, device=loaded.device)
     words = [each.tolist() for each in all_gather(chain, sent)]
     if len({digest for _, digest in words}) > 1:

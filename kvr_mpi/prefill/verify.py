@@ -1,7 +1,7 @@
-"""Verify on the user's own model that every strategy gives the results of one process.
+"""Verify on the user's own model that chains give the results of one process.
 
-Rank 0 computes the reference with plain transformers, and has the last slice under every strategy. It compares the
-logits, the keys and values, and the tokens that it decodes greedily. In float32 they have to agree within rounding
+Rank 0 computes the reference with plain transformers, and has the last slice of every chain. It compares the logits,
+the keys and values, and the tokens that it decodes greedily. In float32 they have to agree within rounding
 errors. In a shorter dtype, their difference from the float32 reference may be at most 1.5 times that of transformers'
 own run in that dtype.
 """
@@ -21,7 +21,6 @@ from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, why_no_chunks
-from kvr_mpi.prefill.registry import STRATEGIES, Strategy
 from kvr_mpi.transport import Transport, share_json
 
 NEW_TOKENS = 32
@@ -31,9 +30,12 @@ SHORT_TYPE_FACTOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The comparison of one strategy at one length with one process."""
+    """The comparison of a chain with one process.
 
-    strategy: str
+    slices : how the prompt is cut.
+    """
+
+    slices: str
     tokens: int
     logits_error: float  # largest difference, as a share of the truth's spread
     kv_error: float  # of keys, values and states
@@ -50,7 +52,7 @@ class Finding:
 def verify(
     loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: int = 0, *, exact: LoadedModel | None = None
 ) -> Iterator[Finding]:
-    """Check every strategy at every length; every rank iterates, and gets the same findings.
+    """Check chains with several partitions at every length; every rank iterates, and gets the same findings.
 
     lengths : prompt lengths in tokens, each at least two for each rank.
     seed : for the prompts and the random partitions.
@@ -66,9 +68,9 @@ def verify(
             plain = truth if exact is loaded else _plain(loaded, ids)
         world.barrier()
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-        for name, strategy, partition, chunk_tokens in _strategies(loaded, world.size, tokens, draw):
+        for name, partition, chunk_tokens in _cuts(loaded, world.size, tokens, draw):
             prefill = prefill_kvr(
-                loaded, ids, partition, world, strategy, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens, last=0
+                loaded, ids, partition, world, reserve_tokens=NEW_TOKENS, chunk_tokens=chunk_tokens, last=0
             )
             finding = None
             if is_root:
@@ -77,33 +79,12 @@ def verify(
             yield Finding(**share_json(world, finding))
 
 
-def _strategies(
+def _cuts(
     loaded: LoadedModel, size: int, tokens: int, draw: random.Random
-) -> Iterator[tuple[str, Strategy, Partition, int | None]]:
-    """Yield each strategy with its name in findings, slices and chunk size."""
-    for one in STRATEGIES.values():
-        if one.is_plain or one.misfit(loaded) is not None:
-            continue
-        even = one.cut_evenly(tokens, size)
-        if one.in_order:
-            for how, partition in _cuts(tokens, size, draw).items():
-                yield f"{one.name} {how} {partition}", one, partition, None
-        else:
-            yield one.name, one, even, None
-        if one.in_order and why_no_chunks(loaded) is None:
-            length = draw.randrange(1, max(2, tokens // (2 * size)))
-            yield f"{one.name} in chunks of {length}", one, even, length
-
-
-def does_not_fit(loaded: LoadedModel) -> list[str]:
-    """List the strategies that this model does not support, and why."""
-    reasons = ((one.name, one.misfit(loaded)) for one in STRATEGIES.values())
-    return [f"{name} is left out: {why}" for name, why in reasons if why is not None]
-
-
-def _cuts(tokens: int, size: int, draw: random.Random) -> dict[str, Partition]:
-    """Return partitions that are even, uneven, and with slices of one token."""
-    partitions = {"even": Partition.even(tokens, size)}
+) -> Iterator[tuple[str, Partition, int | None]]:
+    """Yield partitions that are even, uneven, and with slices of one token, each with its name and chunk size."""
+    even = Partition.even(tokens, size)
+    partitions = {"even": even}
     if size > 1:
         inner = sorted(draw.sample(range(1, tokens), size - 1))
         edges = [1] if size == 2 else [1, *range(tokens - size + 2, tokens)]
@@ -112,7 +93,11 @@ def _cuts(tokens: int, size: int, draw: random.Random) -> dict[str, Partition]:
             "first slice long": Partition((0, *range(tokens - size + 1, tokens), tokens)),
             "slices of one token": Partition((0, *edges, tokens)),
         }
-    return partitions
+    for name, partition in partitions.items():
+        yield f"{name} {partition}", partition, None
+    if why_no_chunks(loaded) is None:
+        length = draw.randrange(1, max(2, tokens // (2 * size)))
+        yield f"in chunks of {length}", even, length
 
 
 def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Answer:

@@ -192,7 +192,7 @@ def draw_forecast(run: TracedRun) -> Chart | str:
 
 def draw_slices(records: Sequence[Record]) -> Chart | str:
     """Draw each rank's share of a prompt over the prompt's length (KV-Runahead, Fig. 10)."""
-    sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0 and one.strategy == "kvr"]
+    sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0]
     if not sliced:
         return "no prompt was split over several ranks"
     size = Counter(len(one.slices) for one in sliced).most_common(1)[0][0]

@@ -52,7 +52,7 @@ class Prompt(PromptText):
     document_work, work : the document's work in the job's unit, and this prompt's part of it.
     part, parts : index of this prompt among the document's current ones, and their number.
     is_final : whether its answer is the document's answer.
-    past : sums over the document's earlier prompts (`SUMS`), and their strategies.
+    past : sums over the document's earlier prompts (`SUMS`).
     min_coverage : minimum fraction of the document that the prompts must contain.
     shared_tokens : number of first tokens that other prompts about the same document share.
     stored : location of the stored keys and values of its first tokens, if there are any.
@@ -143,12 +143,11 @@ def too_little(coverage: float, least: float) -> str:
 
 
 def sum_records(parts: Sequence[Record], past: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the `SUMS`, decoding time and strategies of a document's prompts to earlier sums."""
+    """Add the `SUMS` and decoding time of a document's prompts to earlier sums."""
     found: dict[str, Any] = {name: past.get(name, 0) + sum(getattr(one, name) for one in parts) for name in SUMS}
     # Parts are decoded in parallel, and the prompt about their answers after them.
     found["decode_s"] = past.get("decode_s", 0.0) + max(one.decode_s for one in parts)
-    strategies = [*filter(None, [past.get("strategy")]), *(one.strategy for one in parts)]
-    return found | {"strategy": "+".join(dict.fromkeys("+".join(strategies).split("+")))}
+    return found | {"strategy": parts[0].strategy}
 
 
 def _asked_for(answer: Answer) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, prefix_of_cache
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
-from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.requests.prompt import Prompt
@@ -78,7 +77,6 @@ class ChainRunner:
             prompt,
             self._known_prefix(prompt, plan["prefix_tokens"]),
             plan["decode_rank"],
-            STRATEGIES[plan["strategy"]],
             None if plan["bounds"] is None else Partition(tuple(plan["bounds"])),
             plan["chunk_tokens"],
             None if before is None else self.read_plan(prompt.beginning, before),
@@ -112,14 +110,14 @@ class ChainRunner:
         beginning.rows = found if is_home else None
         return found
 
-    def writes_own(self, plan: Plan) -> bool:
+    @property
+    def writes_own(self) -> bool:
         """Whether every rank stores its own slice, although the decode rank has all keys and values.
 
-        Not with compression, which selects tokens on the last rank, and not if a rank has two slices.
+        Not with compression, which selects tokens on the last rank.
         """
-        assert plan.partition is not None
-        spec, size = self.setup.spec, self.chain.size
-        return spec.output.kv is True and spec.compress is None and 1 < size == plan.partition.size
+        spec = self.setup.spec
+        return spec.output.kv is True and spec.compress is None and self.chain.size > 1
 
     def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
         """Prefill prompts that continue the same prefix: several if they are `Plan.in_rows`, else one.
@@ -168,20 +166,19 @@ class ChainRunner:
         """Prefill this rank's slice; the last rank gets all keys and values, unless they are sharded."""
         setup = self.setup
         assert plan.partition is not None
-        if plan.strategy.make is None:
+        if setup.spec.is_plain:
             return prefill_single(setup.loaded.model, plan.prompt.ids, setup.loaded.device)
         return prefill_kvr(
             setup.loaded,
             plan.prompt.ids,
             plan.partition,
             self.chain,
-            plan.strategy,
             reserve_tokens=plan.prompt.new_tokens,
             prefix=plan.prefix,
             last=plan.decode_rank,
             forwarder=self.forwarder,
             spares_chain=True,
-            keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own(plan)),
+            keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own),
             write_layer=write,
             is_spread=self.is_spread,
             retain=setup.retain_of(plan.prompt),
@@ -205,7 +202,7 @@ class ChainRunner:
             first.seconds += shared.seconds
             first.wait_s += shared.wait_s
             first.send_wait_s += shared.send_wait_s
-            first.known_tokens, first.strategy = shared.known_tokens, shared.strategy
+            first.known_tokens = shared.known_tokens
             first.partition = Partition((*shared.partition.bounds[:-1], first.partition.tokens))
         return prefills
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.registry import KVR, Strategy
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
@@ -36,7 +35,7 @@ class Plan:
 
     prefix : prefix of the prompt that has been computed already.
     decode_rank : the rank of the chain that has the last slice, and so gets the logits and the cache.
-    strategy, partition : how the prompt is cut; no partition if one rank prefills it.
+    partition : how the prompt is cut; None if one rank prefills it.
     chunk_tokens : tokens per chunk of a slice; None: whole slices.
     before : plan of its first tokens, if they are prefilled separately to be shared with other prompts.
     needs : on the leader, bytes that each rank needs during prefill; None if memory is not predicted.
@@ -47,7 +46,6 @@ class Plan:
     prompt: Prompt
     prefix: SharedPrefix | None
     decode_rank: int
-    strategy: Strategy = KVR
     partition: Partition | None = None
     chunk_tokens: int | None = None
     before: Plan | None = None
@@ -60,7 +58,6 @@ class Plan:
             "key": self.prompt.key,
             "ids_sha256": self.prompt.sha256,
             "way": self.way.value,
-            "strategy": self.strategy.name,
             "bounds": None if self.partition is None else self.partition.bounds,
             "decode_rank": self.decode_rank,
             "chunk_tokens": self.chunk_tokens,

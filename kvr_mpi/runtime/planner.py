@@ -1,11 +1,10 @@
-"""Plans the prompts of a chain: how each runs, its strategy, slices and chunks, and its memory on each rank."""
+"""Plans the prompts of a chain: how each runs, its slices and chunks, and its memory on each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates, equal_time
@@ -15,8 +14,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.route import Route
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
-from kvr_mpi.prefill.registry import KVR, Strategy, fastest
-from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.routes import relay, relays
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner, share_of
 from kvr_mpi.runtime.plan import Plan, Way
@@ -25,8 +23,6 @@ from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
 from kvr_mpi.tuning.table import Table
 
 LEAST_SLICE_TOKENS = 64  # shorter slices are not worth a rank
-# Forecasts limit a prompt's length to LONGEST_TOKENS, and round it down to NEAR_BITS significant bits.
-LONGEST_TOKENS, NEAR_BITS = 1 << 20, 6
 
 
 class Planner:
@@ -38,11 +34,6 @@ class Planner:
         self._runner, self._setup, self._spec, self._say, self._has_warned = runner, setup, setup.spec, say, False
         self._ranks = slice(self.first_rank, self.first_rank + size)
         self._free_bytes, self._rates = setup.free_bytes[self._ranks], setup.rates[self._ranks]
-        # On one rank, all strategies but plain transformers do the same.
-        alone = setup.strategies[0] if setup.strategies[0].is_plain else KVR
-        self._strategies = setup.strategies if size > 1 else (alone,)
-        self._forecasts: dict[tuple[int, int], list[float]] = {}
-        self._chosen: dict[tuple[int, int, int, PlannedDrop | None], Strategy] = {}
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
@@ -79,16 +70,14 @@ class Planner:
             for need, held, free in zip(plan.needs, held_bytes, self._free_bytes, strict=True)
         )
 
-    def cut(self, strategy: Strategy, tokens: int, known: int, decode_rank: int) -> Partition:
+    def cut(self, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt by the job's table, into slices of equal time by the ranks' rates, or evenly.
 
         known : number of first tokens that are not computed again; the first slice includes them.
         decode_rank : the rank of the chain that has the last slice; the next rank, cyclically, has the first.
         """
-        if not strategy.in_order:
-            return strategy.cut_evenly(tokens, self.size, known)
         table, new = self._setup.table, tokens - known
-        if table is not None:
+        if table is not None and self.size > 1:
             self._warn_outside(table, new)
             return choose_slices(table, new, self.size).after(known)
         if not self._rates:
@@ -118,23 +107,22 @@ class Planner:
             )
         if spec.is_spread and is_stored:
             return self._with_memory(Plan(Way.AFTER_STORED, prompt, prefix, decode_rank))
-        strategy = self._choose_strategy(prompt.tokens, known, prompt.new_tokens, drop)
-        partition = self.cut(strategy, prompt.tokens, known, decode_rank)
+        partition = self.cut(prompt.tokens, known, decode_rank)
         if window is not None:
             partition = partition.with_last_from(window, known)
 
         def fits(chunk_tokens: int | None) -> bool:
-            routes = strategy.routes(partition, known, chunk_tokens)
+            routes = relays(partition, known, chunk_tokens)
             return max(self._slice_bytes(routes, self.size - 1, prompt.new_tokens, drop)) <= min(self._free_bytes)
 
-        chunks = choose_chunks(spec.chunk_tokens, strategy, self._setup.footprint, fits)
-        return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, strategy, partition, chunks), drop)
+        chunks = choose_chunks(spec.chunk_tokens, self._setup.footprint, fits)
+        return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, partition, chunks), drop)
 
     def _goes_alone(self, tokens: int, before_window: int | None) -> bool:
         """Whether one rank prefills a prompt of this length, part of which precedes compression's window."""
         if self._setup.rolling is not None:
             return True
-        if self._strategies[0].is_plain or self._spec.is_spread:
+        if self._spec.is_plain or self._spec.is_spread:
             return False
         if before_window is not None and before_window < 2 * self.size:  # every slice before the last needs a token
             return True
@@ -167,7 +155,7 @@ class Planner:
             if self._spec.is_spread:
                 kept = [-(-kept[rank] // self.size)] * self.size
             if footprint is not None:
-                routes = plan.strategy.routes(plan.partition, plan.known_tokens, plan.chunk_tokens)
+                routes = relays(plan.partition, plan.known_tokens, plan.chunk_tokens)
                 needs = self._slice_bytes(routes, rank, prompt.new_tokens, drop)
         elif footprint is not None and drop is not None:  # compressed prompts are not packed
             route = relay(Partition((0, prompt.tokens)), 0)
@@ -252,45 +240,10 @@ class Planner:
                 plan.partition,
                 [free] * self.size,
                 prompt.new_tokens,
-                partial(plan.strategy.make or relay, chunk_tokens=plan.chunk_tokens),
+                chunk_tokens=plan.chunk_tokens,
                 is_spread=self._spec.is_spread,
                 drop=drop,
             )
-
-    def _choose_strategy(self, tokens: int, known: int, new_tokens: int, drop: PlannedDrop | None) -> Strategy:
-        """Choose the fastest strategy that fits on an empty chain; if none fits, one that supports chunks."""
-        if len(self._strategies) == 1:
-            return self._strategies[0]
-        key = tokens, known, new_tokens, drop
-        if key not in self._chosen:
-            first = self._strategies[fastest(self._forecast(tokens, known))]
-            order = [first, *(one for one in self._strategies if one is not first)]
-            free, last = min(self._free_bytes), self.size - 1
-            fitting = (
-                one
-                for one in order
-                if max(self._slice_bytes(one.routes(self.cut(one, tokens, known, last), known), last, new_tokens, drop))
-                <= free
-            )
-            self._chosen[key] = next(fitting, next((one for one in order if one.in_order), order[0]))
-        return self._chosen[key]
-
-    def _forecast(self, tokens: int, known: int) -> list[float]:
-        """Predict each strategy's seconds for a prompt of about `tokens` tokens; the first `known` are not computed.
-
-        The length is limited to the range of the lookup table, if there is one.
-        """
-        table, shortest, longest = self._setup.table, self.size, LONGEST_TOKENS
-        if table is not None and table.key.ranks == self.size:
-            shortest, longest = table.entries[0].context_tokens, min(longest, table.entries[-1].context_tokens)
-        step = 1 << max(0, tokens.bit_length() - NEAR_BITS)
-        near = min(max(shortest, (tokens - known) // step * step), longest)
-        if (near, known) not in self._forecasts:
-            costs, last = self._setup.chain_costs(self._ranks), self.size - 1
-            self._forecasts[near, known] = [
-                one.seconds(costs, self.cut(one, near + known, known, last), known) for one in self._strategies
-            ]
-        return self._forecasts[near, known]
 
     def _warn_outside(self, table: Table, tokens: int) -> None:
         """Log once that prompts are outside the range of the table."""

@@ -69,7 +69,6 @@ class Trace:
                 part=0 if is_packed else prompt.part,
                 what="packed" if is_packed else "shared" if plan.is_beginning else "prompt",
                 tokens=tokens,
-                strategy=plan.strategy.name,
                 start=start,
                 stop=stop,
                 first_rank=first_rank + (chain.rank if is_packed else plan.decode_rank if is_alone else 0),

@@ -94,7 +94,7 @@ class ChainWorker:
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
         prompt, runner = plan.prompt, self._runner
-        is_written, is_home = prompt.is_final and runner.writes_own(plan), self._chain.rank == plan.decode_rank
+        is_written, is_home = prompt.is_final and runner.writes_own, self._chain.rank == plan.decode_rank
         if not is_written or is_home or not self._context.sink.keeps_kv:
             (prefill,) = runner.prefill([plan])
             if is_written:  # this rank stores its slice with the answer

@@ -28,7 +28,6 @@ from kvr_mpi.model.tensor_parallel import part_config, part_of
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, choose_chunks, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.prefill.registry import KVR, Strategy, candidates, fastest
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.history import LEAST_S, History, expected_tokens
 from kvr_mpi.schedule.placement import Seconds
@@ -84,7 +83,7 @@ class Forecast:
     peak_bytes : maps (tokens, ranks) to the maximum memory of any rank; None if unknown.
     memory_bytes : memory of each rank; None if unknown.
     cut : maps (tokens, ranks) to slices, if the job cuts evenly or by a lookup table; None: slices of equal time.
-    strategies : strategies for prompts; of several, the fastest is chosen (`registry.fastest`).
+    is_plain : whether one rank runs plain transformers (``strategy = "single"``).
     chunk_tokens : chunk size of slices; auto: by `chunks`.
     chunks : maps (tokens, ranks) to the chunk size that fits, None for whole slices; None if memory is unknown.
     rolling : the rolling cache of prompts, each on one rank; None: whole caches.
@@ -100,17 +99,12 @@ class Forecast:
     peak_bytes: Callable[[int, int], float] | None = None
     memory_bytes: float | None = None
     cut: Callable[[int, int], Partition] | None = None
-    strategies: tuple[Strategy, ...] = (KVR,)
+    is_plain: bool = False
     chunk_tokens: int | Literal["auto"] = "auto"
     chunks: Callable[[int, int], int | None] | None = None
     rolling: Rolling | None = None
     more: tuple[int, ...] = ()
     apart: int = 0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether one rank runs plain transformers (``strategy = "single"``)."""
-        return self.strategies[0].is_plain
 
     @property
     def answer_s(self) -> float:
@@ -119,10 +113,9 @@ class Forecast:
 
     def chunks_for(self, tokens: int, ranks: int) -> int | None:
         """Chunk size in tokens of a prompt's slices on `ranks` ranks; None for whole slices."""
-        strategy = self.strategy(tokens, ranks)
-        if self.rolling is not None:
+        if self.rolling is not None or self.is_plain:
             return None
-        if not strategy.in_order or (ranks == 1 and 2 * tokens <= PACK_TOKENS["cpu"]):  # packed with others
+        if ranks == 1 and 2 * tokens <= PACK_TOKENS["cpu"]:  # packed with others
             return None
         if self.chunk_tokens != "auto":
             return self.chunk_tokens if self.chunk_tokens < max(self.slices(tokens, ranks).lengths) else None
@@ -135,23 +128,8 @@ class Forecast:
             return self.costs
         return self.costs.in_chunks(math.ceil(max(self.slices(tokens, ranks).lengths) / chunk_tokens))
 
-    def strategy(self, tokens: int, ranks: int) -> Strategy:
-        """Strategy for a prompt on `ranks` ranks; on one rank, plain transformers or a chain of one."""
-        known = [one for one in self.strategies if one.is_plain or 1 < ranks * one.stretches <= tokens]
-        if ranks == 1 or not known:
-            return self.strategies[0] if self.is_plain else KVR
-        if len(known) == 1:
-            return known[0]
-        return known[fastest([one.seconds(self.costs, self.cut_for(one, tokens, ranks)) for one in known])]
-
     def slices(self, tokens: int, ranks: int) -> Partition:
         """Slices of a prompt on `ranks` ranks."""
-        return self.cut_for(self.strategy(tokens, ranks), tokens, ranks)
-
-    def cut_for(self, strategy: Strategy, tokens: int, ranks: int) -> Partition:
-        """Slices of a prompt on `ranks` ranks with a strategy."""
-        if not strategy.in_order:
-            return strategy.cut_evenly(tokens, ranks)
         if self.cut is not None and ranks > 1:
             return self.cut(tokens, ranks)
         return Partition.by_ratio(tokens, equal_time_lengths(self.costs, tokens, ranks), QUANTUM_TOKENS)
@@ -161,8 +139,7 @@ class Forecast:
         if self.rolling is not None:
             return self._rolling_s(tokens, self.rolling)
         if 1 < ranks <= tokens:
-            strategy = self.strategy(tokens, ranks)
-            return strategy.seconds(self.costs_for(tokens, ranks), self.cut_for(strategy, tokens, ranks))
+            return chain_seconds(self.costs_for(tokens, ranks), self.slices(tokens, ranks).lengths)
         costs = self.costs_for(tokens, 1)
         whole_s = chain_seconds(costs, [tokens])
         # After the last layer's attention, our engine computes only the last token, even on one rank.
@@ -230,7 +207,7 @@ def forecast_measured(spec: JobSpec, costs: Costs, frame: Frame, source: str) ->
     return Forecast(
         source=source,
         costs=replace(costs, speeds=None),
-        strategies=tuple(candidates(spec.parallel.strategy)),
+        is_plain=spec.is_plain,
         chunk_tokens=spec.chunk_tokens,
         rolling=rolling_of(spec.cache.kind, spec.cache.tokens, spec.parallel.chunk_tokens),
         frame=frame,
@@ -309,12 +286,10 @@ def with_memory(
         if forecast.rolling is not None:
             return held_bytes + footprint.rolling_bytes(forecast.rolling)
         size = min(ranks, tokens)
-        strategy = forecast.strategy(tokens, size)
-        make = strategy.make or relay
-        partition = forecast.cut_for(strategy, tokens, size)
+        partition = forecast.slices(tokens, size)
         # The first slice is the longest, and one end rank keeps all layers; of the others, the last but one needs most.
         ends = {0, max(0, size - 2), size - 1}
-        made = (make(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
+        made = (relay(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
         drop = drop_of(tokens)
         return held_bytes + max(
             footprint.route_bytes(one, reserve_tokens=forecast.new_tokens, drop=drop) for one in made
@@ -322,9 +297,9 @@ def with_memory(
 
     @functools.cache
     def chunks(tokens: int, ranks: int) -> int | None:
-        strategy = forecast.strategy(tokens, min(ranks, tokens))
-        asked = forecast.chunk_tokens
-        return choose_chunks(asked, strategy, footprint, lambda each: needed(tokens, ranks, each) <= memory_bytes)
+        if forecast.is_plain:
+            return None
+        return choose_chunks(forecast.chunk_tokens, footprint, lambda each: needed(tokens, ranks, each) <= memory_bytes)
 
     return replace(
         forecast,

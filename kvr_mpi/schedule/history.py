@@ -113,7 +113,7 @@ class Expected:
 
 def is_forecast(spec: JobSpec) -> bool:
     """Whether jobs of this kind are forecast and added to the history."""
-    is_plain = spec.parallel.strategy == "single" or spec.parallel.tensor_parallel > 1
+    is_plain = spec.is_plain or spec.parallel.tensor_parallel > 1
     goes_on = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
     asks_more = spec.generation.n > 1 or spec.generation.scores or spec.generation.max_new_tokens == 0
     return not (is_plain or goes_on or asks_more or spec.parallel.table is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
-from kvr_mpi.prefill.registry import Strategy
 from kvr_mpi.preflight.inputs import identity_of
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
@@ -64,8 +63,7 @@ class JobSetup:
     prefixes : computed prefixes that all prompts begin with, longest first.
     footprint : predicts a prompt's memory; None for plain transformers, whose memory is not predicted.
     free_bytes : memory that each rank of the lane may use for prompts.
-    strategies : strategies for prompts; of several, the fastest is chosen for each prompt, and the first when in doubt.
-    costs : costs of ranks and links, if chains are planned or strategies chosen.
+    costs : costs of ranks and links, if chains are planned, or the way to decode is chosen by them.
     rates : rates of all ranks, if slices are cut by time.
     table : the lookup table that the job names.
     beginnings : prefixes of stored prompts, if the job reuses them.
@@ -85,7 +83,6 @@ class JobSetup:
     prefixes: tuple[SharedPrefix, ...]
     footprint: Footprint | None
     free_bytes: list[int]
-    strategies: tuple[Strategy, ...]
     costs: Costs | None
     rates: list[Rates]
     table: Table | None
@@ -135,14 +132,6 @@ class JobSetup:
         """Return what compression keeps of a prompt; None if all of it."""
         return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
 
-    def chain_costs(self, ranks: slice) -> Costs:
-        """Costs of the ranks of one chain, measured or from the table."""
-        costs = self.table.rates if self.costs is None and self.table is not None else self.costs
-        assert costs is not None, "strategies are chosen by costs"
-        size = ranks.stop - ranks.start
-        speeds = costs.speeds and (costs.speeds[ranks] if self.costs else costs.speeds[:size])
-        return replace(costs, speeds=speeds if speeds and len(speeds) == size else None)
-
     def open_decode_batch(self, group: Group | None = None) -> DecodeBatch:
         """Create the decode batch, for a group of ranks or this rank alone."""
         generation = self.spec.generation
@@ -158,7 +147,6 @@ class JobSetup:
         """Return the forecast from measured costs; for planned jobs only."""
         assert self.costs is not None and self.footprint is not None
         forecast = forecast_measured(self.spec, self.costs, self.frame, "measured on these ranks")
-        forecast = replace(forecast, strategies=self.strategies)
         config, room = self.loaded.model.config, min(self.free_bytes)
         return with_memory(forecast, self.spec, config, self.footprint, room)
 

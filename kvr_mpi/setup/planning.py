@@ -162,7 +162,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     alike = [one for one in others if one.head == first.head and why_no_effect(PROMPTS, spec) is None]
     more = tuple(len(one.tail) for one in alike)
     history = None
-    is_measured = spec.parallel.tensor_parallel == 1 and spec.parallel.strategy != "single"
+    is_measured = spec.parallel.tensor_parallel == 1 and not spec.is_plain
     if hardware is None and spec.parallel.table is None and is_measured:
         dtype = str(outline.dtype).removeprefix("torch.")
         history = find_history(machine.cache_dir, outline.fingerprint, dtype, groups)

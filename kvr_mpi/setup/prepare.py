@@ -42,10 +42,9 @@ from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
-from kvr_mpi.prefill.one_prompt import PLAIN, compute_prefix
-from kvr_mpi.prefill.registry import AUTO, KVR, Strategy, candidates
+from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.routes import relay
-from kvr_mpi.prefill.self_check import CHECKED_CHUNK, check_chain, check_spread, check_strategy, why_not_packed
+from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
 from kvr_mpi.report.style import bytes_text
@@ -64,6 +63,7 @@ from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, shar
 from kvr_mpi.tuning.measure import measure_rates
 
 LEAST_PREFIX_TOKENS = 32  # shorter instructions are computed with every prompt, since copying them would take as long
+MOST_COUNTED = 1 << 20  # longer prompts, such as those of models without a maximum length, may need chunks in any case
 EXAMPLE_TOKENS = 8192  # slices are shown for this length if the model's configuration has no maximum length
 
 # Share of the prompt memory that is allocated at once as an extent of pages. A layer as long as an extent has its own
@@ -83,14 +83,12 @@ def prepare(
     world = ranks.world
     say = say if world.rank == 0 else silent
     loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, say)
-    plain = spec.parallel.strategy == "single"
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
     compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
-    strategies = check_together(partial(_check_strategies, spec, loaded, say))
     rolling = together(world, partial(_open_rolling, spec, loaded, say))
     why_alone, in_pages = None if rolling is None else "rolling caches cannot be combined in a row yet", False
-    if rolling is None and not plain:
+    if rolling is None and not spec.is_plain:
         why_alone, in_pages = check_together(partial(try_rows, spec, loaded, say))
     if compression is not None:
         say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
@@ -110,7 +108,6 @@ def prepare(
             "the prompt's frame": str((frame, reduce_frame)),
             "generation": str(generation.to_diff_dict()),
             "compression": "" if compression is None else str(compression.identity),
-            "strategies that this model runs by": str([strategy.name for strategy in strategies]),
             "what keeps prompts from being packed": str(why_alone),
             "sharing of heads": str(sharing if sharing is None or isinstance(sharing, str) else type(sharing).__name__),
             "software": str(software()),
@@ -122,11 +119,12 @@ def prepare(
     prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, say))
     free_bytes = _room(spec, loaded, ranks, sharing)
     longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
-    footprint = None if plain else check_together(partial(_footprint_of, loaded, strategies, *longest, min(free_bytes)))
+    footprint = None
+    if not spec.is_plain:
+        footprint = check_together(partial(_footprint_of, loaded, *longest, min(free_bytes)))
     extent_bytes = int(EXTENT_SHARE * free_bytes[ranks.lane.rank])
     arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=extent_bytes) if in_pages else None
-    is_chosen = chain.size > 1 and len(strategies) > 1 and spec.parallel.table is None
-    is_chosen |= spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    is_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
     costs = costs_of(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
     rates: list[Rates] = []
     if spec.parallel.partition == EQUAL_TIME and costs is not None:
@@ -158,7 +156,6 @@ def prepare(
         prefixes=prefixes,
         footprint=footprint,
         free_bytes=free_bytes,
-        strategies=strategies,
         costs=costs,
         rates=rates,
         table=table_of(spec, loaded, world, ranks.lane, chain, say),
@@ -195,7 +192,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "kernels"})
     arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir}
-    kernels = "plain" if spec.parallel.strategy == "single" else source.kernels
+    kernels = "plain" if spec.is_plain else source.kernels
     conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
     say(f"loading {source.path}{conversion or ''}")
     began_s = time.perf_counter()
@@ -250,13 +247,15 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
 
 def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
     """Check that model, strategy, prompt and generation settings are compatible."""
-    if spec.parallel.strategy == "single":
+    if spec.is_plain:
         prepare_model(loaded.model, chain=False)
     else:
         loaded = check_chain(loaded, say=say)
         for line in describe_portable(loaded):
             say(line)
     check_combinations(spec, kinds_of(loaded))
+    if spec.chunk_tokens != "auto":
+        check_chunks(loaded)
     if spec.is_spread:
         check_spread(loaded)
     tokenizer, shape = loaded.tokenizer, loaded.shape
@@ -301,32 +300,11 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
     return str(share_json(world, on_root(world, lambda: with_adapter(hashing(), spec.model.adapter))))
 
 
-def _check_strategies(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[Strategy, ...]:
-    """Return the strategies that the model supports; for 'auto', log why others are left out."""
-    asked = KVR.name if spec.cache.is_rolling else spec.parallel.strategy  # rolling caches have only one strategy
-    fitting, left_out = [], []
-    for strategy in candidates(asked):
-        try:
-            check_strategy(loaded, strategy)
-            if spec.chunk_tokens != "auto":
-                check_strategy(loaded, strategy, spec.chunk_tokens)
-            fitting.append(strategy)
-        except ModelError as error:
-            if asked != AUTO:
-                raise
-            left_out.append(f"strategy = 'auto' leaves {strategy.name} out: {error}")
-    if not fitting:
-        raise ModelError("\n".join(left_out))
-    for line in left_out:
-        say(line)
-    return tuple(fitting)
-
-
 def _compute_prefixes(
     spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], say: Say
 ) -> tuple[SharedPrefix, ...]:
     """Compute what all prompts of a frame begin with, once for all documents."""
-    is_repeated = spec.parallel.strategy != PLAIN and spec.questions is None and not spec.cache.is_rolling
+    is_repeated = not spec.is_plain and spec.questions is None and not spec.cache.is_rolling
     if not is_repeated or depends_on_length(loaded.model):  # then keys depend on each prompt's length
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
@@ -347,9 +325,7 @@ def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | Non
     return rolling
 
 
-def _footprint_of(
-    loaded: LoadedModel, strategies: Sequence[Strategy], max_tokens: int, new_tokens: int, free_bytes: int
-) -> Footprint:
+def _footprint_of(loaded: LoadedModel, max_tokens: int, new_tokens: int, free_bytes: int) -> Footprint:
     """Return the memory model of prompts, after checking whether chunks can reduce it, if a prompt may need them.
 
     max_tokens, new_tokens : of the longest prompt and its answer.
@@ -359,15 +335,17 @@ def _footprint_of(
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, shape=loaded.shape, on_gpu=on_gpu, in_parts=loaded.attends_in_parts
     )
-    chunked = next((strategy for strategy in strategies if strategy.in_order), None)
-    alone = relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
-    if chunked is None or 2 * footprint.route_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
-        return replace(footprint, takes_chunks=False)
+    if not footprint.takes_chunks:
+        return footprint
+    whole = replace(footprint, takes_chunks=False)
+    if max_tokens <= MOST_COUNTED:
+        alone = relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
+        if 2 * footprint.route_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
+            return whole
     try:
-        if footprint.takes_chunks:
-            check_strategy(loaded, chunked, CHECKED_CHUNK)
+        check_chunks(loaded)
     except ModelError:
-        return replace(footprint, takes_chunks=False)
+        return whole
     return footprint
 
 

@@ -104,7 +104,6 @@ class TracedPrompt:
     part: Count
     what: str
     tokens: Count
-    strategy: str
     start: Count
     stop: Count
     first_rank: Count
@@ -229,7 +228,7 @@ class TraceWriter:
             name = f"layer {span.layer}"
         elif span.kind == "prefill" and prompt is not None:
             name = f"prefill {prompt.document}"
-            args = {"tokens": prompt.tokens, "slice": [prompt.start, prompt.stop], "strategy": prompt.strategy}
+            args = {"tokens": prompt.tokens, "slice": [prompt.start, prompt.stop]}
         peer = -1
         if span.peer >= 0:
             first = 0 if prompt is None else prompt.first_rank

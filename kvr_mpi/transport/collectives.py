@@ -31,6 +31,11 @@ def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]
     import torch
 
     rank, size = transport.rank, transport.size
+    if transport.in_streams:  # sends and receives in different streams may wait for each other; one sum may not
+        everyone = tensor.new_zeros(size, *tensor.shape)
+        everyone[rank] = tensor
+        transport.all_reduce(everyone)
+        return list(everyone)
     found = [tensor if each == rank else torch.empty_like(tensor) for each in range(size)]
     requests = [transport.irecv(found[source], source, FixedTag.GATHER) for source in others_before(rank, size)]
     requests += [transport.isend(tensor, dest, FixedTag.GATHER) for dest in others_after(rank, size)]

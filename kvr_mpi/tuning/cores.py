@@ -1,4 +1,4 @@
-"""Pinning of ranks to cores, for fair comparisons of strategies."""
+"""Pinning of ranks to cores, for fair comparisons."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from benchmarks.architectures import (
 from benchmarks.architectures import judge as judge_entry
 from benchmarks.catalogue_table import BEGIN, END
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.registry import KVR, Strategy
+from kvr_mpi.prefill.routes import relay
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "how-it-works.md"
@@ -70,9 +70,9 @@ def test_every_mechanism_is_exact_and_what_cannot_be_a_chain_is_refused_by_name(
         assert verdict.kind == REFUSED and verdict.architecture in verdict.reason, (name, verdict.reason)
 
 
-def change_the_first_token(loaded: Any, ids: Any, cut: Any, rank: Any, strategy: Strategy = KVR, **options: Any) -> Any:
+def change_the_first_token(loaded: Any, ids: Any, cut: Any, rank: Any, make: Any = relay, **options: Any) -> Any:
     """Of chains; other strategies are right."""
-    return prefill_kvr(loaded, [ids[0] + (strategy is KVR), *ids[1:]], cut, rank, strategy, **options)
+    return prefill_kvr(loaded, [ids[0] + (make is relay), *ids[1:]], cut, rank, make, **options)
 
 
 def test_a_wrong_answer_past_the_self_check_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,11 @@ from benchmarks.forecast import lower_bound_seconds
 from benchmarks.paper_model import best_lengths, costs_on_paper, paper_hardware
 from benchmarks.paper_model import chain_seconds as paper_chain_seconds
 from benchmarks.paper_model import single_seconds as paper_single_seconds
-from benchmarks.published import tsp_seconds
+from benchmarks.published import ring_seconds, tsp_seconds
 from kvr_mpi.costs.costmodel import (
     best_split,
     chain_seconds,
     chains_seconds,
-    ring_seconds,
     single_seconds,
 )
 from kvr_mpi.costs.decoding import LEAST_GAIN, Wave, choose_decoding, step_seconds

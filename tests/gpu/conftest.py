@@ -45,10 +45,14 @@ def run_on_gpus_here(
 ) -> Callable[..., Any]:
     """As `run_here`; of several ranks each has a GPU, on a host of its own, and between them there is NCCL only."""
     connect, load, prepare, work = mpi.connect, loading.load_model, batch.prepare, ChainWorker.run
+    merge, devices = loading.merge_adapter, threading.local()
 
     def load_there(path: str, *, device_index: int, **arguments: Any) -> Any:
-        device = choose_device(arguments["device"], device_index)
-        return gpus.move(load(path, **arguments | {"device": "cpu"}), device)
+        devices.here = choose_device(arguments["device"], device_index)
+        return load(path, **arguments | {"device": "cpu"})
+
+    def merge_there(loaded: Any, adapter: Any) -> Any:  # before it moves: weights of a pretended GPU take no other data
+        return gpus.move(merge(loaded, adapter), devices.here)
 
     def connect_there() -> HostOnly:
         world = connect()
@@ -70,6 +74,7 @@ def run_on_gpus_here(
                 there.setattr(torch.cuda, "is_available", lambda: True)
                 there.setattr(choose, "choose", lambda *given, **options: ("nccl", "pretended"))
                 there.setattr(loading, "load_model", load_there)
+                there.setattr(loading, "merge_adapter", merge_there)
                 there.setattr(socket, "gethostname", lambda: threading.current_thread().name)
                 there.setattr(mpi, "connect", connect_there)
                 there.setattr(batch, "prepare", prepare_there)

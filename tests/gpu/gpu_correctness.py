@@ -108,7 +108,7 @@ def pretrained_is_exact(given: Given) -> Figures:
         fuse_on_gpus(loaded, LocalTransport(), print)  # as jobs do
         findings = list(verify(loaded, LocalTransport(), [24] if given.is_small else [64, 500, 4000], exact=exact))
         assert findings and all(each.holds for each in findings), findings
-        found |= {f"{dtype}, {each.tokens} tokens, {each.strategy}": each.logits_error for each in findings}
+        found |= {f"{dtype}, {each.tokens} tokens, {each.slices}": each.logits_error for each in findings}
         found |= {f"{dtype}, {each.tokens} tokens, allowed": each.allowed for each in findings}
     return found
 

@@ -174,7 +174,7 @@ def first_token_over_ranks(given: Given) -> Figures:
     file = Path(given.output) / "bench.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     words = ["--model", model, "--device", given.kind, "--dtype", dtype_of(given), "--json", str(file), "--lend"]
-    words += ["--contexts", ",".join(map(str, contexts_of(given))), "--strategies", "single,tsp-causal,ring,kvr-e"]
+    words += ["--contexts", ",".join(map(str, contexts_of(given))), "--strategies", "single,kvr-e"]
     words += ["--repeats", "1"] if given.is_small else []
     launch(ranks, "python", "-m", "benchmarks", "first-token", *words, timeout_s=290)
     rows = json.loads(file.read_text())

@@ -48,7 +48,7 @@ def greedy_there(loaded: LoadedModel, prefill: Prefill) -> list[int]:
 
 
 def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> list[list[int]]:
-    """Prompts that end at each rank in turn, one after the other without a barrier; every rival; chains of some ranks.
+    """Prompts that end at each rank in turn, one after the other without a barrier; chains of some ranks.
 
     As in planned jobs the latter use the connections that are there.
     """
@@ -59,8 +59,6 @@ def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> lis
     for last in range(chain.size):
         options: Any = {"reserve_tokens": NEW_TOKENS, "last": last, "forwarder": forwarder}
         found.append(prefill_kvr(loaded, ids, cut, chain, **options))
-    options = {"reserve_tokens": NEW_TOKENS, "forwarder": forwarder}
-    found += [rival(name, loaded, ids, chain, **options) for name in ("ring", "tsp-dense", "tsp-causal")]
     forwarder.close()
     for some in (chain.split(chain.rank // 2), chain.split(chain.rank)):
         warm_up(some, loaded.device)
@@ -71,13 +69,13 @@ def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> lis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, pytest.param(8, marks=pytest.mark.long)])
-def test_every_strategy_over_nccl(size: int, gpus: PretendedCuda, network: Network) -> None:
+def test_chains_over_nccl(size: int, gpus: PretendedCuda, network: Network) -> None:
     loaded, ids = tiny("llama-gqa"), prompt(48)
     truth = greedy(loaded.model, single(loaded, ids), NEW_TOKENS)
     models = on_gpus(gpus, loaded, size)
     ranks = run_on_gpus(size, network, lambda chain: prompts_on(chain, models[chain.rank], ids))
     found = [tokens for rank in ranks for tokens in rank]
-    assert found == [truth] * (size + 3 + -(-size // 2) + size)
+    assert found == [truth] * (size + -(-size // 2) + size)
     assert gpus.faults == [] and gpus.syncs_of_devices == []
     assert max(network.most_held.values()) <= MULTIPROCESSORS // 2
     gc.collect()

@@ -23,10 +23,8 @@ from kvr_mpi.compress.placement import place_in_proportion
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.layer import SliceLayer
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.store.folder import survey
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
@@ -61,7 +59,6 @@ def run_chain(
     network: Network,
     layers: int,
     kind: type[NcclTransport] = NcclTransport,
-    strategy: str = "kvr",
     **how: Any,
 ) -> list[float]:
     """Run a prompt on three ranks, the second of which passes on; returns how many kernels a layer has on each."""
@@ -74,8 +71,7 @@ def run_chain(
             group.forwards.clear()
         ranks.barrier()
         before, chain = stream.behind, kind(ranks._control, ranks._groups, ranks._members)
-        way = STRATEGIES[strategy]
-        prefill_kvr(models[ranks.rank], prompt(48), way.cut_evenly(48, 3), chain, way, **how)
+        prefill_kvr(models[ranks.rank], prompt(48), Partition.even(48, 3), chain, **how)
         return float(stream.behind - before) / layers
 
     return run_on_gpus(3, network, work)
@@ -141,15 +137,15 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
         assert (min(later) < kernels[rank]) == is_late
 
 
-@pytest.mark.parametrize(("strategy", "how"), [("kvr", {}), ("ring", {}), ("kvr", {"is_spread": True})])
+@pytest.mark.parametrize("how", [{}, {"is_spread": True}])
 def test_more_layers_take_no_more_waits_of_the_host_and_no_more_streams(
-    strategy: str, how: dict[str, Any], gpus: PretendedCuda, network: Network
+    how: dict[str, Any], gpus: PretendedCuda, network: Network
 ) -> None:
     """What lies in more streams than a GPU has hardware queues (8) may wait for what it does not depend on."""
     gpus.watches, waits = False, []
     for layers in (3, 6):
         gpus.waits.clear(), gpus.streams.clear()
-        run_chain(gpus, network, layers, strategy=strategy, **how)
+        run_chain(gpus, network, layers, **how)
         waits.append(gpus.waits.total())
         assert max(gpus.streams.values()) <= 7
     assert waits[0] == waits[1]
@@ -183,42 +179,6 @@ def test_a_step_of_ranks_together_waits_as_often_for_many_layers_as_for_few(
         run_on_gpus(2, network, work)
         waits.append(gpus.waits.total())
     assert waits[0] == waits[1]
-
-
-@pytest.mark.parametrize(("strategy", "ahead"), [("kvr", True), ("ring", False)])
-def test_receives_are_posted_ahead_only_where_no_rank_waits_for_one_that_waits_for_it(
-    strategy: str, ahead: bool, gpus: PretendedCuda, network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What waits for a whole GPU within a layer waits for such a receive: two ranks of a ring on a GPU stood still."""
-    gpus.watches, models = False, on_gpus(gpus, model_of("llama-gqa", 3, torch.float32), 2)
-    order: dict[int, list[tuple[str, int]]] = {0: [], 1: []}
-    receive, attend = Forwarder.receive, SliceLayer.attend
-
-    def received(forwarder: Forwarder, *given: Any, **more: Any) -> Any:
-        order[forwarder.transport.rank].append(("receive", more["layer"]))
-        return receive(forwarder, *given, **more)
-
-    def attended(layer: SliceLayer, *given: Any, **more: Any) -> Any:
-        order[layer.cache.route.position].append(("attend", layer.layer_idx))
-        return attend(layer, *given, **more)
-
-    monkeypatch.setattr(Forwarder, "receive", received)
-    monkeypatch.setattr(SliceLayer, "attend", attended)
-
-    def work(ranks: NcclTransport) -> None:
-        warm_up(ranks, models[ranks.rank].device)
-        way = STRATEGIES[strategy]
-        prefill_kvr(models[ranks.rank], prompt(24), way.cut_evenly(24, 2), ranks, way)
-
-    run_on_gpus(2, network, work)
-    for events in order.values():
-        attending = -1
-        for what, layer in events:
-            attending = layer if what == "attend" else attending
-            assert what == "attend" or ahead or layer == attending + 1, events
-    assert any(layer for what, layer in order[1] if what == "receive")
-    first = order[1].index(("receive", 1)), order[1].index(("attend", 0))
-    assert (first[0] < first[1]) == ahead
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:3"])

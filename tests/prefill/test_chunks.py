@@ -19,11 +19,11 @@ from kvr_mpi.kv import layer
 from kvr_mpi.kv.route import in_two_groups
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill import self_check
 from kvr_mpi.prefill.memory_budget import choose_chunks, footprint_of
-from kvr_mpi.prefill.one_prompt import compute_prefix
-from kvr_mpi.prefill.registry import KVR, STRATEGIES
-from kvr_mpi.prefill.routes import relay
-from kvr_mpi.prefill.self_check import check_strategy
+from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
+from kvr_mpi.prefill.routes import relay, relays
+from kvr_mpi.prefill.self_check import check_chunks
 
 
 def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
@@ -43,8 +43,6 @@ def test_models_that_take_no_chunks_are_refused_by_name(name: str) -> None:
     loaded = tiny(name)
     with pytest.raises(ModelError, match=rf"{loaded.shape.architecture}: .* so its slices cannot be run in chunks"):
         all_ranks(loaded, prompt(20), (0, 20), chunk_tokens=8)
-    with pytest.raises(ModelError, match="cannot use chunks"):
-        check_strategy(tiny("llama-gqa"), STRATEGIES["ring"], 8)
 
 
 def test_chunks_need_less_than_half_and_what_they_need_grows_with_the_keys_alone() -> None:
@@ -63,23 +61,22 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
     footprint = footprint_of(tiny("llama-gqa").model.config, torch.float32)
     partition = Partition((0, 3000, 5000))
 
-    def chosen(asked: Any, free_bytes: int, strategy: str = "kvr") -> int | None:
+    def chosen(asked: Any, free_bytes: int) -> int | None:
         def fits(chunk_tokens: int | None) -> bool:
-            routes = KVR.routes(partition, 0, chunk_tokens)
+            routes = relays(partition, 0, chunk_tokens)
             return max(footprint.route_bytes(one) for one in routes) <= free_bytes
 
-        return choose_chunks(asked, STRATEGIES[strategy], footprint, fits)
+        return choose_chunks(asked, footprint, fits)
 
-    needs = {size: max(map(footprint.route_bytes, KVR.routes(partition, 0, size))) for size in (None, 2048, 512)}
+    needs = {size: max(map(footprint.route_bytes, relays(partition, 0, size))) for size in (None, 2048, 512)}
     assert needs[None] > needs[2048] > needs[512]
     assert chosen("auto", needs[None]) is None
     assert chosen("auto", needs[None] - 1) == 2048
     assert chosen("auto", needs[512]) == 512
     assert chosen("auto", 1000) is None, "in no chunks: it is refused as ever"
-    assert choose_chunks("auto", KVR, footprint, lambda size: size is not None) == 4096, "the longest that fits"
+    assert choose_chunks("auto", footprint, lambda size: size is not None) == 4096, "the longest that fits"
     assert chosen(700, needs[None]) == 700
-    assert chosen("auto", needs[512], "ring") is None
-    assert choose_chunks("auto", KVR, replace(footprint, takes_chunks=False), lambda size: bool(size)) is None
+    assert choose_chunks("auto", replace(footprint, takes_chunks=False), lambda size: bool(size)) is None
 
 
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=9), st.sampled_from([None, 1, 7, 16]))
@@ -117,3 +114,15 @@ def test_groups_change_no_logits(chunk_tokens: int | None, calls: int, monkeypat
     torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)
     # In all layers but the last, the last rank's first tokens attend to the 70 before its own.
     assert len(asked) <= 2 * calls and sum(asked) == 2 * 70
+
+
+def test_chunks_that_give_other_logits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_another_prompt(loaded: Any, ids: Any, *given: Any, **how: Any) -> Any:
+        return prefill_kvr(loaded, [ids[0] + 1, *ids[1:]], *given, **how)
+
+    loaded = tiny("llama-gqa")
+    prepare_model(loaded.model, chain=True)
+    check_chunks(loaded)
+    monkeypatch.setattr(self_check, "prefill_kvr", of_another_prompt)
+    with pytest.raises(ModelError, match="a chain in chunks differ .* leave parallel.chunk_tokens out"):
+        check_chunks(loaded)

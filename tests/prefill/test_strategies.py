@@ -1,4 +1,4 @@
-"""Chains, rings and rivals give what one process gives; and the registry all of it comes from."""
+"""Chains and rivals give what one process gives."""
 
 from __future__ import annotations
 
@@ -15,32 +15,21 @@ from chains import NEW_TOKENS, single
 from models import STATES, VOCAB, WHOLE, prompt, tiny
 
 from benchmarks.published import LENT, PUBLISHED
-from kvr_mpi.errors import DocumentError, ModelError
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv import buffers
-from kvr_mpi.kv.route import Route
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, differences, error_share, first_difference, follow
-from kvr_mpi.prefill.memory_budget import check_fits, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
-from kvr_mpi.prefill.registry import JOB_STRATEGIES, KVR, MARGIN, STRATEGIES, candidates, fastest
-from kvr_mpi.prefill.routes import ring
-from kvr_mpi.prefill.self_check import check_strategy
+from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-RING = STRATEGIES["ring"]
-SHARING = [name for name, strategy in LENT.items() if not strategy.is_plain]
+RING = LENT["ring"]
+SHARING = [name for name, strategy in LENT.items() if strategy.make is not None]
 KVR_CUT = Partition((0, 20, 40, 50, 64))
-
-
-def test_a_tie_is_the_chains() -> None:
-    assert fastest([1.0, 1.0 - MARGIN / 2]) == 0 and fastest([1.0, 1.0 - 2 * MARGIN]) == 1
-    assert [one.name for one in candidates("auto")] == ["kvr", "ring"]
-    assert [one.name for one in candidates("single")] == ["single"]
-    assert JOB_STRATEGIES == ("auto", "single", "ring", "kvr")
 
 
 # A length that the ranks divide, and two that they do not.
@@ -63,11 +52,11 @@ def test_strategies_equal_one_process_behind_a_prefix(
         prepare_model(loaded.model, chain=True)
         prefix = compute_prefix(loaded, ids[:known]) if known else None
         options: dict[str, Any] = {"prefix": prefix, "last": 1, "reserve_tokens": NEW_TOKENS}
-        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, strategy, **options))  # noqa: B023
+        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, strategy.make, **options))  # noqa: B023
         assert [at for at, rank in enumerate(ranks) if rank.logits is not None] == [1]
         found = follow(loaded.model, ranks[1], NEW_TOKENS)
         assert first_difference(differences(found, truth), allowed_error(torch.float32)) is None, model
-        assert found.tokens == truth.tokens and ranks[1].strategy == name, model
+        assert found.tokens == truth.tokens, model
 
 
 def test_what_crosses_the_links() -> None:
@@ -77,51 +66,25 @@ def test_what_crosses_the_links() -> None:
     prepare_model(loaded.model, chain=True)
     for name in SHARING:
         cut = KVR_CUT if name == "kvr" else LENT[name].cut_evenly(tokens, size)
-        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, LENT[name]))  # noqa: B023
+        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, LENT[name].make))  # noqa: B023
         sent = [rank.sent_bytes // row for rank in ranks]
         assert sent == [20, 40, 50, 0] if name == "kvr" else sum(sent) == (size - 1) * tokens, name
 
 
-def test_models_that_cannot_go_round_are_refused_by_name() -> None:
-    loaded = tiny("llama-gqa")
-    prepare_model(loaded.model, chain=True)
-    check_strategy(loaded, RING)
+def test_what_rivals_cannot_run_is_refused_by_name() -> None:
+    loaded, ranks, nccl = tiny("llama-gqa"), LocalTransport(), LocalTransport()
+    nccl.in_streams = True
+    RING.check(loaded, ranks)
     whole = replace(loaded, attends_in_parts=False)
-    with pytest.raises(ModelError, match=r"'ring': LlamaForCausalLM: .* cannot be computed in parts.*'kvr'"):
-        check_strategy(whole, RING)
-    check_strategy(whole, KVR)
+    with pytest.raises(ModelError, match="LlamaForCausalLM: .* cannot be computed in parts, so ring does not run it"):
+        RING.check(whole, ranks)
+    LENT["kvr"].check(whole, nccl)
+    with pytest.raises(ConfigError, match="tsp-dense could stand still over NCCL: use --transport staged"):
+        LENT["tsp-dense"].check(loaded, nccl)
     recurrent = LayerShape(states=(StateShape("recurrent", 0, (1, 6, 8, 8)),))
     state = replace(loaded, shape=replace(loaded.shape, layers=(recurrent, *loaded.shape.layers[1:])))
     with pytest.raises(ModelError, match="its recurrent layers"):
-        check_strategy(state, RING)
-
-
-def test_a_ring_that_answers_wrongly_is_found() -> None:
-    def attend_to_one_neighbour(*args: Any, **options: Any) -> Route:
-        route = ring(*args, **options)
-        return replace(route, steps=route.steps[:1])
-
-    loaded = tiny("llama-gqa")
-    prepare_model(loaded.model, chain=True)
-    wrong = replace(RING, make=attend_to_one_neighbour)
-    with pytest.raises(ModelError, match="ring differ from those of one rank"):
-        check_strategy(loaded, wrong)
-
-
-def test_a_rings_memory_is_that_of_whole_buffers() -> None:
-    loaded = tiny("llama-gqa")
-    footprint = footprint_of(loaded.model.config, loaded.dtype)
-    cut, kv_bytes = RING.cut_evenly(1000, 2), loaded.shape.kv_bytes_per_token
-    decode_rank, other = (footprint.route_bytes(one, reserve_tokens=24) for one in RING.routes(cut))
-    computed = footprint.activation_bytes(500)
-    assert (decode_rank, other) == (1024 * kv_bytes + 1000 * kv_bytes // 3 + computed, 1000 * kv_bytes + computed)
-    make = RING.make
-    assert make is not None
-    check_fits(footprint, cut, [decode_rank, other], 24, make)
-    with pytest.raises(
-        DocumentError, match=r"1000 tokens does not fit: rank 1 of 2 needs .*; [0-9]+ ranks would be enough"
-    ):
-        check_fits(footprint, cut, [decode_rank, other - 1], 24, make)
+        RING.check(state, ranks)
 
 
 # Prompts one after the other, some of which fail on purpose
@@ -221,7 +184,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             each.ids,
             each.partition,
             chain,
-            STRATEGIES[each.strategy],
+            LENT[each.strategy].make or relay,
             prefix=prefixes[each.model] if each.prefix_tokens else None,
             last=each.last,
             forwarder=forwarder,
@@ -230,7 +193,7 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
         )
         failing.layer = None
         is_last = chain.rank == each.last
-        assert (prefill.last, prefill.strategy) == (each.last, each.strategy)
+        assert prefill.last == each.last
         assert (prefill.error is not None) == bool(each.fails and (is_last or chain.rank in each.fails))
         if prefill.error is not None:
             assert prefill.cache is None and prefill.logits is None
@@ -278,7 +241,8 @@ def test_a_ring_whose_ranks_all_run_out_of_memory_does_not_stand_still() -> None
 
     def work(rank: LocalTransport) -> str | None:
         failing.layer = -1
-        return prefill_kvr(loaded, ids, cut, Rendezvous(rank._hub, rank.rank), RING, last=2, spares_chain=True).error
+        ranks, make = Rendezvous(rank._hub, rank.rank), RING.make or relay
+        return prefill_kvr(loaded, ids, cut, ranks, make, last=2, spares_chain=True).error
 
     with failing.installed(("llama-gqa",)):
         errors = run_local(5, work)

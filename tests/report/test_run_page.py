@@ -86,7 +86,7 @@ def record_run(folder: Path, documents: Sequence[str], ahead_s: float = 0.0) -> 
         writer.add_clock(ahead_s * rank, 1e-4)
         for number, name in enumerate(documents):
             bounds = ((0, 600), (600, 900))[rank]
-            prompt = TracedPrompt(name, 0, "prompt", 900, "kvr", *bounds, 0, 2, 1, predicted_s=2.0 - rank)
+            prompt = TracedPrompt(name, 0, "prompt", 900, *bounds, 0, 2, 1, predicted_s=2.0 - rank)
             writer.add_prompt(number, prompt)
             at = 10.0 * number
             recorder.add(Span("prefill", at, at + 2.5, number))

@@ -31,8 +31,6 @@ NAMES = sorted(ENTRIES) if WANTED == "all" else WANTED.split(",")
 EXACT = {
     "planned": ("parallel.ranks_per_chain=auto",),
     "stored": ("output.kv=true",),
-    "fastest": ("parallel.strategy=auto",),
-    "ring": ("parallel.strategy=ring",),
     "chunks": ("parallel.chunk_tokens=48",),
     "sharded": ("output.kv=sharded",),
     "heads": ("decode.mode=head-parallel",),

@@ -90,7 +90,7 @@ def test_an_answer_depends_on_its_document_alone(run_job: Any) -> None:
     """Not on the others or the ranks: so in float32 on CPUs. Elsewhere records name what it was computed with."""
     warm = "generation.temperature=1.3"
     together = run_job(2, warm)
-    for ranks, more in ((1, "parallel.strategy=kvr"), (3, "parallel.strategy=ring")):
+    for ranks, more in ((1, "parallel.strategy=kvr"), (3, "parallel.partition=even")):
         (name, tokens), *others = run_job(ranks, warm, more, f"documents.shard={ranks}/5").tokens.items()
         assert not others and tokens == together.tokens[name]
     prompts = "prompt.template={p = '{text} p?', q = '{text} q?'}"  # which share what they begin with

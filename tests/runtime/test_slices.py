@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from made_jobs import Ran, load
-from made_tables import COSTS, a_table, an_entry
+from made_tables import a_table
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates
@@ -18,7 +17,7 @@ from kvr_mpi.errors import DocumentError, PartitionError
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
-from kvr_mpi.prefill.registry import KVR, candidates
+from kvr_mpi.prefill.routes import relays
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
@@ -32,7 +31,11 @@ def chain_of(size: int, **setup: Any) -> Any:
     """A chain of so many ranks, with a byte for each token, and 1000 for activations."""
     usual: dict[str, Any] = {
         "spec": SimpleNamespace(
-            is_spread=False, questions=None, chunk_tokens="auto", generation=SimpleNamespace(max_new_tokens=4)
+            is_plain=False,
+            is_spread=False,
+            questions=None,
+            chunk_tokens="auto",
+            generation=SimpleNamespace(max_new_tokens=4),
         ),
         "loaded": SimpleNamespace(attends_in_parts=True, shape=SimpleNamespace(check_ids=lambda ids: None)),
         "footprint": SimpleNamespace(
@@ -40,7 +43,7 @@ def chain_of(size: int, **setup: Any) -> Any:
         ),
         "kv_bytes": lambda tokens: tokens,
         "retain_of": lambda prompt: None,
-        **{"free_bytes": [9999] * size, "rates": [], "strategies": (KVR,), "prefixes": ()},
+        **{"free_bytes": [9999] * size, "rates": [], "prefixes": ()},
         **dict.fromkeys(("arena", "compression", "rolling", "table")),
     }
     chain = SimpleNamespace(size=size)
@@ -54,7 +57,7 @@ def cut_over(
 ) -> Callable[[int, int, int], Partition]:
     """How a chain of so many ranks cuts: takes new tokens, the rank that decodes, and known tokens."""
     planner = Planner(chain_of(size, rates=list(rates), table=table), say)
-    return lambda tokens, decode_rank, known: planner.cut(KVR, known + tokens, known, decode_rank)
+    return lambda tokens, decode_rank, known: planner.cut(known + tokens, known, decode_rank)
 
 
 def test_a_slow_rank_has_a_short_slice_wherever_its_place_is() -> None:
@@ -80,17 +83,6 @@ def test_a_table_cuts_and_a_prompt_outside_of_it_is_warned_about_once() -> None:
     for tokens in (5000, 6000, 100):
         assert cut(tokens, 1, 0).tokens == tokens
     assert len(said) == 1 and "from 1024 to 4096 tokens on 2 ranks; a prompt of 5000 tokens" in said[0]
-
-
-def test_auto_takes_what_a_table_forecasts_to_be_faster() -> None:
-    """Slices of 19 to 1 leave the second rank with nothing to do; on a slow link a ring waits in every layer."""
-    uneven = tuple(an_entry((0, tokens * 19 // 20, tokens)) for tokens in (128, 512))
-    slow = replace(COSTS, link_bytes_per_s=1e8)
-    for chosen, changes in (("ring", {"entries": uneven}), ("kvr", {"rates": slow})):
-        table = a_table(contexts=(128, 256, 512)).model_copy(update=changes)
-        setup = {"table": table, "strategies": candidates("auto")}
-        chain = chain_of(2, **setup, chain_costs=lambda ranks, table=table: table.rates)
-        assert Planner(chain, print).plan(prompt_of(506), 1).strategy.name == chosen
 
 
 def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:
@@ -121,7 +113,11 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
 
 def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
     spec = SimpleNamespace(
-        is_spread=True, questions=None, chunk_tokens="auto", generation=SimpleNamespace(max_new_tokens=4)
+        is_plain=False,
+        is_spread=True,
+        questions=None,
+        chunk_tokens="auto",
+        generation=SimpleNamespace(max_new_tokens=4),
     )
     assert Planner(chain_of(2), print).plan(prompt_of(997), 0).kept == {0: 1001}
     sharded = Planner(chain_of(2, spec=spec), print)
@@ -149,7 +145,7 @@ def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
 ) -> None:
     truth, model = run_job(1).records, load_model(str(load(job).model.path), dtype="float32", cache_dir=tmp_path)
     footprint, longest = footprint_of(model.model.config, model.dtype), max(one.prompt_tokens for one in truth.values())
-    (whole,), (chunked,) = (KVR.routes(Partition((0, longest)), 0, chunk) for chunk in (None, 128))
+    (whole,), (chunked,) = (relays(Partition((0, longest)), 0, chunk) for chunk in (None, 128))
     least, most = (footprint.route_bytes(one, reserve_tokens=8) for one in (chunked, whole))
     tight = run_job(1, f"parallel.memory_gib={(least + most) / 2 / GIB:.9f}")
     assert tight.tokens == {name: record.token_ids for name, record in truth.items()}
@@ -157,12 +153,11 @@ def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
 
 @pytest.mark.parametrize(("dropped", "free"), [(300, 104), (300, 103), (0, 104)])
 def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: int) -> None:
-    """Also for whole slices, where chunks and a ring would need less."""
+    """Also for whole slices, where chunks would need less."""
     fits = dropped == 300 and free == 104
 
     def route_bytes(route: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
-        is_whole_chain = len(route.chunks) == 1 and route.in_order
-        return (404 if is_whole_chain or not fits else 104) - (drop.kv_bytes if drop else 0)
+        return (404 if len(route.chunks) == 1 or not fits else 104) - (drop.kv_bytes if drop else 0)
 
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 0,
@@ -172,11 +167,8 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
     )
     drop = PlannedDrop(dropped, 0) if dropped else None
     compression = SimpleNamespace(planned_drop=lambda tokens, text: drop)
-    table = a_table(contexts=(128, 256, 512))  # by which a chain is faster
-    slow = table.model_copy(update={"rates": replace(COSTS, link_bytes_per_s=1e8)})
-    both = {"strategies": candidates("auto"), "table": slow, "chain_costs": lambda ranks: slow.rates}
-    for size, setup in ((1, {}), (2, {}), (2, both)):
-        chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size, **setup)
+    for size in (1, 2):
+        chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size)
         if not fits:
             with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
                 Planner(chain, print).plan(prompt_of(400), 0)
@@ -184,7 +176,6 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
         plan = Planner(chain, print).plan(prompt_of(400), 0)
         assert plan.kept == {0: 104} and plan.needs is not None and max(plan.needs) == 104
         assert plan.way is (Way.ALONE if size == 1 else Way.CHAIN) and plan.chunk_tokens is None
-        assert plan.strategy is KVR
 
 
 def test_a_prompt_with_ids_that_the_model_lacks_is_refused() -> None:

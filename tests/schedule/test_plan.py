@@ -13,7 +13,6 @@ from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.prompts import Frame, encode_text, split_text
-from kvr_mpi.prefill.registry import STRATEGIES
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured
 from kvr_mpi.schedule.plan import count_tokens, plan_documents, prompt_tokens
 from kvr_mpi.transport.local import run_local
@@ -78,8 +77,8 @@ def test_a_document_in_parts_takes_as_long_as_its_prompts() -> None:
     )
     assert replace(FORECAST, load=0.25).document_s(800, 2) == FORECAST.document_s(800, 2), "nobody to share a step with"
     assert FORECAST.ttft_s(3, 4) == FORECAST.ttft_s(3, 1), "fewer tokens than ranks"
-    plain = replace(FORECAST, strategies=(STRATEGIES["single"],))
-    assert plain.is_plain and plain.ttft_s(800, 1) == single_seconds(COSTS, 800)
+    plain = replace(FORECAST, is_plain=True)
+    assert plain.ttft_s(800, 1) == single_seconds(COSTS, 800)
     assert FORECAST.ttft_s(800, 1) == pytest.approx(single_seconds(COSTS, 800) - 1e-8 * 800**2 / 2), "the last layer"
     assert FORECAST.slices(900, 3).lengths[0] > 300
 

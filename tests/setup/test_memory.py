@@ -18,11 +18,13 @@ from kvr_mpi.compress.planned_drop import planned_drop
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of, ranks_that_fit
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup import host_memory as memory
+from kvr_mpi.setup import prepare
 from kvr_mpi.transport.local import run_local
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.
@@ -135,3 +137,13 @@ def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:
     assert memory._group_room(own, root) is None
     cpu = torch.device("cpu")
     assert 0 < memory.free_bytes(cpu, 4) < memory.free_bytes(cpu, 1), "ranks of a host share it"
+
+
+@pytest.mark.parametrize(("name", "takes_chunks"), [("bloom-own-attention", False), ("llama-gqa", True)])
+def test_prompts_of_any_length_need_no_memory_to_be_planned(name: str, takes_chunks: bool) -> None:
+    """Of a model without a maximum length: their memory was counted with as many token ids."""
+    loaded = tiny(name)
+    prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
+    footprint = prepare._footprint_of(loaded, 1 << 62, 8, 1 << 40)
+    assert footprint.takes_chunks == takes_chunks
+    assert not prepare._footprint_of(loaded, 1 << 12, 8, 1 << 40).takes_chunks

@@ -43,7 +43,7 @@ KEPT = ("output.kv=true", "generation.max_new_tokens=3")
         ("llama-gqa", 3, ("parallel.partition=equal_time",)),
         ("mistral-window", 2, ()),
         pytest.param("qwen2-some-windows", 4, ("parallel.ranks_per_chain=2",), marks=pytest.mark.long),
-        pytest.param("gemma2-softcap", 2, ("parallel.strategy=ring",), marks=pytest.mark.long),
+        pytest.param("gemma2-softcap", 2, ("parallel.partition=even",), marks=pytest.mark.long),
         pytest.param("bloom-own-attention", 2, (), marks=pytest.mark.long),
         pytest.param("deepseek-latents", 3, (), marks=pytest.mark.long),
     ],
@@ -222,7 +222,9 @@ MORE = "And then the harbour master wrote a second letter, which nobody answered
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "more"), [(3, ("parallel.partition=equal_time",)), (2, ("parallel.strategy=ring",))])
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(3, ("parallel.partition=equal_time",)), (2, ("parallel.partition=even",))]
+)
 def test_answers_are_the_same_and_only_the_rest_is_computed(
     tmp_path: Path, run_job: Any, ranks: int, more: tuple[str, ...]
 ) -> None:
