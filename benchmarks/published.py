@@ -188,11 +188,8 @@ def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) 
     return costs.layers * max(costs.layer_s + gather_s + work_s, costs.launch_floor_s) + costs.head_s
 
 
-def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: bool = False) -> float:
-    """Time to the first token of zigzag ring attention, with transfers hidden behind the previous step.
-
-    With `saves_last_layer`, the last layer computes attention only for the last token, as in a chain.
-    """
+def ring_seconds(costs: Costs, tokens: float, ranks: int) -> float:
+    """Time to the first token of zigzag ring attention, with transfers hidden behind the previous step."""
     if ranks == 1:
         return single_seconds(costs, tokens)
     own = tokens / ranks
@@ -203,9 +200,7 @@ def ring_seconds(costs: Costs, tokens: float, ranks: int, *, saves_last_layer: b
     hop_s = own * costs.kv_bytes / costs.link_bytes_per_s + costs.link_latency_s
     attention_s = step_s + (ranks - 1) * max(step_s, hop_s)
     tokens_s = costs.layer_s + (own * costs.token_s + copies_s) / speed
-    last_s = tokens_s + ((ranks - 1) * hop_s if saves_last_layer else attention_s)
-    layer_s = max(tokens_s + attention_s, costs.launch_floor_s)
-    return (costs.layers - 1) * layer_s + max(last_s, costs.launch_floor_s) + costs.head_s
+    return costs.layers * max(tokens_s + attention_s, costs.launch_floor_s) + costs.head_s
 
 
 _SINGLE, _KVR = Strategy("single", None), Strategy("kvr", relay, in_order=True)
