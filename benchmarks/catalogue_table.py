@@ -43,7 +43,7 @@ the arithmetic, not a model's answers.
 |---|---|---|---|
 {counts}
 
-Strategies: `chain` (1 to 4 ranks, uneven slices, slices of one token), `ring` and `tsp` (2 and 3 ranks), `prefix` (a
+Ways: `chain` (1 to 4 ranks, uneven slices, slices of one token), the rivals `ring` and `tsp` (2 and 3 ranks), `prefix` (a
 common prefix is computed once), `packed` (five documents in a row).
 """
 MEANINGS = {
