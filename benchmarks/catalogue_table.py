@@ -43,8 +43,8 @@ the arithmetic, not a model's answers.
 |---|---|---|---|
 {counts}
 
-Ways: `chain` (1 to 4 ranks, uneven slices, slices of one token), the rivals `ring` and `tsp` (2 and 3 ranks), `prefix` (a
-common prefix is computed once), `packed` (five documents in a row).
+Ways: `chain` (1 to 4 ranks, uneven slices, slices of one token), `prefix` (a common prefix is computed once),
+`packed` (five documents in a row), and the rivals `ring` and `tsp` (2 and 3 ranks).
 """
 MEANINGS = {
     FAST: "attention runs in parts, as they arrive",

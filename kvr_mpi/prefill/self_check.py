@@ -50,18 +50,11 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     cannot run as a chain, or the logits differ.
     """
     check_rotary(loaded.model, loaded.shape.max_tokens)
-    count = _tokens_for(loaded)
-    ids = loaded.shape.sample_ids(count)
-    prepare_model(loaded.model, chain=False)
     if loaded.shape.why_single is not None:
         raise ModelError(f"{loaded.shape.architecture}: {loaded.shape.why_single}; use strategy = 'single' for it")
-    try:
-        truth = _follow(loaded, prefill_single(loaded.model, ids, loaded.device))
-    except FAILURES as error:
-        raise ModelError(
-            f"{loaded.shape.architecture}: transformers' own code fails on {count} tokens "
-            f"({type(error).__name__}: {error}); neither chains nor strategy = 'single' can run it"
-        ) from error
+    count = _tokens_for(loaded)
+    ids = loaded.shape.sample_ids(count)
+    truth = check_plain(loaded, ids)
     why = loaded.shape.why_whole
     if why is None and loaded.attends_in_parts:
         try:
@@ -81,6 +74,22 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
             f"cannot be computed in parts ({why}): exact, but slower"
         )
     return loaded
+
+
+def check_plain(loaded: LoadedModel, ids: Sequence[int] = ()) -> Answer:
+    """Run a few tokens and one more with plain transformers, and leave the model prepared for that.
+
+    Raises `ModelError` if transformers' own code fails.
+    """
+    ids = ids or loaded.shape.sample_ids(_tokens_for(loaded))
+    prepare_model(loaded.model, chain=False)
+    try:
+        return _follow(loaded, prefill_single(loaded.model, ids, loaded.device))
+    except FAILURES as error:
+        raise ModelError(
+            f"{loaded.shape.architecture}: transformers' own code fails on {len(ids)} tokens and one more "
+            f"({type(error).__name__}: {error}); neither chains nor strategy = 'single' can run it"
+        ) from error
 
 
 def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> LoadedModel:

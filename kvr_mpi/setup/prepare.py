@@ -35,7 +35,6 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
-from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import kernel_bytes
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.shared_heads import shared_bytes
@@ -44,7 +43,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix
 from kvr_mpi.prefill.routes import relay
-from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_spread, why_not_packed
+from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail
 from kvr_mpi.report.style import bytes_text
@@ -248,7 +247,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
 def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
     """Check that model, strategy, prompt and generation settings are compatible."""
     if spec.is_plain:
-        prepare_model(loaded.model, chain=False)
+        check_plain(loaded)
     else:
         loaded = check_chain(loaded, say=say)
         for line in describe_portable(loaded):

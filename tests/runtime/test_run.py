@@ -13,6 +13,7 @@ import torch
 from constants import ROOT
 from made_jobs import with_settings
 
+from kvr_mpi.errors import EXIT_CONFIG
 from kvr_mpi.job import load_job
 from kvr_mpi.report.page import page_of
 from kvr_mpi.store.lock import Lock, this_process
@@ -99,6 +100,21 @@ def test_an_answer_depends_on_its_document_alone(run_job: Any) -> None:
     (record,) = run_job(1, "model.dtype=bfloat16", "documents.limit=1").records.values()
     assert record.kernels.startswith(f"CPU {torch.backends.cpu.get_cpu_capability()}, bfloat16; attention: ")
     assert "products: " in record.kernels
+
+
+def test_a_model_that_transformers_cannot_run_on_is_refused_before_documents(
+    job: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as one rank runs it. The first tokens may also leave a model in another state, as BigBird's do."""
+
+    def fail(*given: Any, **how: Any) -> Any:
+        raise RuntimeError("sizes differ")
+
+    monkeypatch.setattr("kvr_mpi.prefill.self_check.follow", fail)
+    for strategy in ("single", "kvr"):
+        run = run_here(1, [job, *with_settings(f"parallel.strategy={strategy}")])
+        assert run.returncode == EXIT_CONFIG and "Traceback" not in run.stderr
+        assert "RuntimeError: sizes differ); neither chains nor strategy = 'single' can run it" in run.stderr
 
 
 def test_every_rank_says_what_it_is_at(tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
