@@ -3,7 +3,7 @@
 `PUBLISHED` has all strategies without the cut of the last layer, which is ours; `LENT` has them with it.
 
 Rivals do not run over NCCL: all ranks send and receive at once, on streams that CUDA does not promise to run side by
-side (NVIDIA/nccl#783). On one H200, a ring of two ranks once stood still, and later one of four.
+side (NVIDIA/nccl#783). On an H200, `kvr verify` hung where it ran a ring: of two ranks, and later of four.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Strategy:
         if self.make is None or self.in_order:
             return
         if ranks.in_streams:
-            raise ConfigError(f"{self.name} could stand still over NCCL: use --transport staged, or leave it out")
+            raise ConfigError(f"{self.name} can deadlock over NCCL: use --transport staged, or leave it out")
         if not loaded.attends_in_parts:
             why = "its attention cannot be computed in parts"
         elif self.stretches > 1 and loaded.shape.counts_cache:

@@ -185,8 +185,8 @@ def prefill_kvr(
 
     ids : the whole prompt, the same on every rank.
     partition : the prompt's slices, in a relay one for each rank. The first slice includes the prefix.
-    make : makes the routes. On a transport with `in_streams`, they may only lead from each position to the next: what
-        is sent and received at once may wait for each other there.
+    make : makes the routes. On a transport with `in_streams`, they may only lead from each position to the next:
+        sends and receives at the same time can deadlock there.
     last : the rank that ends with the cache; the slices are rotated around the ranks accordingly. None: rank i has
         slice i.
     forwarder : a forwarder that is reused from prompt to prompt: sends that are unfinished after the prefill overlap

@@ -79,6 +79,9 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
 def check_plain(loaded: LoadedModel, ids: Sequence[int] = ()) -> Answer:
     """Run a few tokens and one more with plain transformers, and leave the model prepared for that.
 
+    Some models change for good with their first short prompt: BigBird leaves block-sparse attention. Without this, an
+    answer would depend on the prompts before it.
+
     Raises `ModelError` if transformers' own code fails.
     """
     ids = ids or loaded.shape.sample_ids(_tokens_for(loaded))

@@ -1,4 +1,4 @@
-"""All-reduce and all-gather built from point-to-point messages; NCCL has an all-reduce of its own.
+"""All-reduce and all-gather built from point-to-point messages. Over NCCL both use its own all-reduce.
 
 Small tensors are sent from every rank to every other, which takes the time of one message; each rank sums them in rank
 order. Larger tensors use a ring: a reduce-scatter followed by an all-gather (Patarasuk and Yuan, "Bandwidth optimal
@@ -31,7 +31,7 @@ def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]
     import torch
 
     rank, size = transport.rank, transport.size
-    if transport.in_streams:  # sends and receives in different streams may wait for each other; one sum may not
+    if transport.in_streams:  # sends and receives at the same time can deadlock there, an all-reduce cannot
         everyone = tensor.new_zeros(size, *tensor.shape)
         everyone[rank] = tensor
         transport.all_reduce(everyone)

@@ -79,7 +79,7 @@ def test_what_rivals_cannot_run_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match="LlamaForCausalLM: .* cannot be computed in parts, so ring does not run it"):
         RING.check(whole, ranks)
     LENT["kvr"].check(whole, nccl)
-    with pytest.raises(ConfigError, match="tsp-dense could stand still over NCCL: use --transport staged"):
+    with pytest.raises(ConfigError, match="tsp-dense can deadlock over NCCL: use --transport staged"):
         LENT["tsp-dense"].check(loaded, nccl)
     recurrent = LayerShape(states=(StateShape("recurrent", 0, (1, 6, 8, 8)),))
     state = replace(loaded, shape=replace(loaded.shape, layers=(recurrent, *loaded.shape.layers[1:])))
