@@ -34,7 +34,7 @@ from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of,
 from benchmarks.rivals import Rival
 from benchmarks.tables import print_corpus
 from kvr_mpi.cli.environment import read_environment
-from kvr_mpi.cli.launch import guarded, quiet_libraries
+from kvr_mpi.cli.launch import quiet_libraries, run_guarded
 from kvr_mpi.cli.options import command, job_argument, parse_names, set_option
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
@@ -43,7 +43,7 @@ from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.preflight.checks import choose_chain_size
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.batch import open_source, scan_documents, work_through
+from kvr_mpi.runtime.batch import open_documents, scan_documents, work_through
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -60,7 +60,7 @@ from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import Topology
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
-from kvr_mpi.transport.choose import Name, open_transport
+from kvr_mpi.transport.choose import TransportName, open_transport
 from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
@@ -268,7 +268,7 @@ def _ours(
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank, "quiet"), len(numbers), shares.work)
         with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
-            source, stop = open_source(prepared, corpus), Stop()
+            source, stop = open_documents(prepared, corpus), Stop()
             stop.join(counters)
             sink = ResultSink(prepared, writer, counters, quiet)
             trace = Trace(Recorder())
@@ -334,7 +334,7 @@ def _on_root(ranks: Transport, run: Callable[[], CorpusRun]) -> CorpusRun:
 
 def _read_prompts(prepared: JobSetup, corpus: Corpus) -> list[Sequence[int]]:
     """Token ids of all prompts; documents that cannot be read are left out."""
-    source = open_source(prepared, corpus)
+    source = open_documents(prepared, corpus)
     prompts: list[Sequence[int]] = []
     for number in range(len(corpus)):
         try:
@@ -448,7 +448,7 @@ def main(
         corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
         corpus = replace(corpus, entries=tuple(corpus.entries[number] for number in corpus.share(spec.documents.share)))
         device = own_device(world, spec.model.device)
-        links, reason = open_transport(world, cast(Name, transport), device)
+        links, reason = open_transport(world, cast(TransportName, transport), device)
         log.root(reason)
         comparison = Comparison(parse_names(ways), Patience(repeats, until, time_limit), batch_size)
         together(world, lambda: check_ways(spec, corpus, comparison.ways, parse_names(rivals)))
@@ -460,4 +460,4 @@ def main(
             print_corpus([row.as_json(rows) for row in rows], json_file)
         return 0
 
-    return guarded(world, work)
+    return run_guarded(world, work)

@@ -22,7 +22,14 @@ from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import Answer, allowed_error, copy_layers, differences, first_difference, follow
+from kvr_mpi.prefill.exactness import (
+    Continuation,
+    allowed_error,
+    continue_prefill,
+    copy_layers,
+    differences,
+    first_difference,
+)
 from kvr_mpi.prefill.one_prompt import (
     PLAIN,
     Prefill,
@@ -153,7 +160,7 @@ def _refuse(model: Any, why: str) -> Findings:
     return findings
 
 
-def _note_continuing(findings: Findings, model: Any, ids: Sequence[int], truth: Answer) -> None:
+def _note_continuing(findings: Findings, model: Any, ids: Sequence[int], truth: Continuation) -> None:
     """Note whether plain transformers goes on from its own cache with several tokens."""
     apart = Findings()
     apart.note(CONTINUES, lambda: difference(_plain(model, ids, NEW_TOKENS, cuts=(53,)), truth))
@@ -208,7 +215,7 @@ def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) 
 
 
 def _differs(
-    case: Case, ranks: Sequence[LoadedModel], truth: Answer, plain: Callable[[int, Sequence[int]], Answer]
+    case: Case, ranks: Sequence[LoadedModel], truth: Continuation, plain: Callable[[int, Sequence[int]], Continuation]
 ) -> str | None:
     """Run a case on threads, decode where its cache is, and say where that differs from the truth.
 
@@ -216,27 +223,29 @@ def _differs(
     differ from the truth have to be those of plain transformers in as many calls.
     """
     prefills = run_local(case.size, lambda rank: case.run(ranks[rank.rank], rank))
-    answer = follow(ranks[case.decode_rank].model, prefills[case.decode_rank], case.tokens)
+    answer = continue_prefill(ranks[case.decode_rank].model, prefills[case.decode_rank], case.tokens)
     wrong = difference(answer, truth)
     if wrong is None or "states" not in wrong or not case.cuts:
         return wrong
     return difference(answer, plain(NEW_TOKENS, case.cuts))
 
 
-def _plain(model: Any, ids: Sequence[int], tokens: int, cuts: Sequence[int] = ()) -> Answer:
+def _plain(model: Any, ids: Sequence[int], tokens: int, cuts: Sequence[int] = ()) -> Continuation:
     """Prefill and decode with plain transformers, on a copy of the model; in several calls if cuts are given."""
     model, cpu = copy.deepcopy(model), torch.device("cpu")
     prepare_model(model, chain=False)
     if not cuts:
-        return follow(model, prefill_single(model, ids, cpu), tokens)
+        return continue_prefill(model, prefill_single(model, ids, cpu), tokens)
     cache = plain_cache(model)
     with torch.inference_mode():
         for first, last in itertools.pairwise((0, *cuts, len(ids))):
             logits = run_model(model, torch.tensor([ids[first:last]]), cache)[0]
-    return follow(model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens)
+    return continue_prefill(
+        model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens
+    )
 
 
-def difference(found: Answer, truth: Answer) -> str | None:
+def difference(found: Continuation, truth: Continuation) -> str | None:
     """Say where an answer first differs from the truth, and by what share of the spread; None if it does not."""
     wrong = first_difference(differences(found, truth), NOISE)
     if wrong is not None:
@@ -265,7 +274,7 @@ def _packed(loaded: LoadedModel, model: Any, vocab: int, *, head: list[int], tok
     truths = [_plain(model, ids, tokens) for ids in prompts]
     prefix = compute_prefix(loaded, head) if head else None
     rows = prefill_packed(loaded, prompts, reserve_tokens=tokens, prefix=prefix)
-    answers = [Answer(row.logits, copy_layers(row.cache), [], []) for row in rows if row.logits is not None]
+    answers = [Continuation(row.logits, copy_layers(row.cache), [], []) for row in rows if row.logits is not None]
     cache = DecodeCache([row.cache for row in rows])
     for step in range(tokens):
         logits = decode_packed(loaded, cache, [truth.tokens[step] for truth in truths])

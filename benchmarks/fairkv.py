@@ -37,27 +37,27 @@ from benchmarks.pairs import Patience, Ratio, drift_of, ratio_of
 from benchmarks.placement import place_with_copies
 from benchmarks.tables import print_heads
 from kvr_mpi.cli.environment import is_offline, read_environment
-from kvr_mpi.cli.launch import guarded, quiet_libraries
+from kvr_mpi.cli.launch import quiet_libraries, run_guarded
 from kvr_mpi.cli.options import command, job_argument, parse_numbers, set_option
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
 from kvr_mpi.costs.decoding import Wave, step_seconds
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
-from kvr_mpi.decode.head_parallel import HeadGroup, Place
+from kvr_mpi.decode.head_parallel import HeadGroup, PlaceHeads
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.preflight.checks import check_job
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.batch import open_source, scan_documents
+from kvr_mpi.runtime.batch import open_documents, scan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import own_device
 from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
-from kvr_mpi.transport.choose import Name, open_transport
+from kvr_mpi.transport.choose import TransportName, open_transport
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
 from kvr_mpi.tuning.decode_probe import attention_seconds, measure_decoding
@@ -72,7 +72,7 @@ WHOLE = "whole, "
 Floats = npt.NDArray[np.float64]
 
 
-def placements(copies: int) -> dict[str, Place]:
+def placements(copies: int) -> dict[str, PlaceHeads]:
     """Name the ways to place heads; SHA is heads in order, as many on each rank (the first may have one more)."""
     return {
         SHA: place_statically,
@@ -154,7 +154,7 @@ class _Contest:
         begun[APART] = partial(self._apart, compression)
         self.ways = {name: Way(name, begin, ranks, setup.loaded.device) for name, begin in begun.items()}
 
-    def _shared(self, place: Place, compression: Compression | None) -> DecodeBatch:
+    def _shared(self, place: PlaceHeads, compression: Compression | None) -> DecodeBatch:
         sums: Any = TimedSums(self._ranks)
         return self._begin(HeadGroup(self._setup.loaded, sums, place), compression)
 
@@ -373,7 +373,7 @@ def _sample(
 ) -> list[PromptText]:
     """Read prompts that are compressed to every budget, of documents spread over the corpus."""
     source, share, found = (
-        open_source(setup, corpus),
+        open_documents(setup, corpus),
         range(len(corpus))[setup.spec.documents.share],
         list[PromptText](),
     )
@@ -463,7 +463,7 @@ def main(
         text, budgets, listed = share_json(world, on_root(world, read))
         spec = JobSpec.model_validate_json(text)
         device = own_device(world, spec.model.device)
-        wanted = cast(Name, transport)
+        wanted = cast(TransportName, transport)
         links, reason = open_transport(world, wanted, device, every_pair=True)
         log.root(reason)
         rows = bench_heads(
@@ -480,4 +480,4 @@ def main(
             print_heads([row.as_json() for row in rows], json_file)
         return 0
 
-    return guarded(world, work)
+    return run_guarded(world, work)

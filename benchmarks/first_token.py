@@ -36,7 +36,7 @@ from benchmarks.published import LENT, PUBLISHED, Strategy
 from benchmarks.rivals import Rival, exactness_of
 from benchmarks.roofline import measure_rooflines
 from benchmarks.tables import print_rooflines, print_strategies
-from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
+from kvr_mpi.cli.launch import load_everywhere, open_links, run_guarded
 from kvr_mpi.cli.options import command, parse_names, parse_numbers
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted
@@ -52,7 +52,7 @@ from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_ro
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
 from kvr_mpi.tuning.lookup import interpolate
-from kvr_mpi.tuning.measure import follow, leading, measure_costs
+from kvr_mpi.tuning.measure import follow_measurements, leading, measure_costs
 from kvr_mpi.tuning.refit import refit
 
 # A strategy with cuts of its own runs with even, searched and interpolated slices.
@@ -419,7 +419,7 @@ def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, sa
         with leading(loaded, world) as run:
             best = refit(tokens, costs, world.size, run, say).best.bounds
     else:
-        follow(loaded, world)
+        follow_measurements(loaded, world)
     return Partition(tuple(share_json(world, best)))
 
 
@@ -516,7 +516,7 @@ def main(
                 print_rooflines(rooflines, found, json_file)
         return 0
 
-    return guarded(world, work)
+    return run_guarded(world, work)
 
 
 def _parse_slices(texts: Sequence[str]) -> dict[int, list[int]]:

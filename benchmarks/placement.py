@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvr_mpi.compress.placement import (
+    HeadPiece,
     LayerPlacement,
     Loads,
-    Piece,
     place_with_equal_copies,
     spill_over,
 )
@@ -61,11 +61,11 @@ def place_by_total(loads: Loads, ranks: int) -> list[LayerPlacement]:
     For comparison: a layer may end up on few ranks, with the others waiting (see `sync_efficiency`).
     """
     totals = np.zeros(ranks)
-    pieces: list[list[Piece]] = [[] for _ in range(len(loads))]
+    pieces: list[list[HeadPiece]] = [[] for _ in range(len(loads))]
     for layer, head in sorted(np.ndindex(loads.shape), key=lambda place: -loads[place]):
         rank = int(totals.argmin())
         totals[rank] += loads[layer, head]
-        pieces[layer].append(Piece(head, rank, float(loads[layer, head])))
+        pieces[layer].append(HeadPiece(head, rank, float(loads[layer, head])))
     return [LayerPlacement(ranks, tuple(each)) for each in pieces]
 
 
@@ -124,7 +124,7 @@ def _group(loads: Sequence[float], ranks: int, copies: int, limit: float) -> Lay
                 if room <= tiny:
                     rank, room = rank + 1, limit
                 part = min(rest, room)
-                pieces.append(Piece(head, rank, part))
+                pieces.append(HeadPiece(head, rank, part))
                 rest, room = rest - part, room - part
                 if loads[head] <= tiny:
                     break

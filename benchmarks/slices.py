@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.grid import best_of, search_grid
 from benchmarks.options import make_parser
-from kvr_mpi.cli.launch import guarded, load_everywhere, open_links
+from kvr_mpi.cli.launch import load_everywhere, open_links, run_guarded
 from kvr_mpi.cli.options import DEFAULT_MODEL, parse_numbers
 from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.errors import Say, counted
@@ -24,9 +24,9 @@ from kvr_mpi.report.log import Log
 from kvr_mpi.transport import together
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
-from kvr_mpi.tuning.identity import key_of
+from kvr_mpi.tuning.identity import table_key
 from kvr_mpi.tuning.lookup import choose_slices, find_table, interpolate
-from kvr_mpi.tuning.measure import Run, follow, leading
+from kvr_mpi.tuning.measure import RunSlices, follow_measurements, leading
 from kvr_mpi.tuning.table import Table
 
 STEP_TOKENS, REACH = 64, 4
@@ -76,7 +76,7 @@ class Forecast:
 
 
 def check_table(
-    table: Table, contexts: Sequence[int], run: Run, trials: int, say: Say, *, with_grid: bool = False
+    table: Table, contexts: Sequence[int], run: RunSlices, trials: int, say: Say, *, with_grid: bool = False
 ) -> bool:
     """Check the entries for some lengths and the lengths between them; say what holds, and return whether all does."""
     findings: list[Regret | Forecast] = []
@@ -108,7 +108,7 @@ def check_table(
     return holding == len(findings)
 
 
-def sweep(table: Table, tokens: int, run: Run, trials: int, more: Sequence[Partition] = ()) -> Regret:
+def sweep(table: Table, tokens: int, run: RunSlices, trials: int, more: Sequence[Partition] = ()) -> Regret:
     """Run the table's slices, all splits around them in steps of 64 tokens, even ones, and more, interleaved.
 
     With more than two ranks one bound is moved at a time.
@@ -124,7 +124,7 @@ def sweep(table: Table, tokens: int, run: Run, trials: int, more: Sequence[Parti
     return Regret(tokens, chosen, medians[chosen], best, medians[best], medians[even])
 
 
-def _forecast(table: Table, tokens: int, run: Run, trials: int) -> Forecast:
+def _forecast(table: Table, tokens: int, run: RunSlices, trials: int) -> Forecast:
     split = choose_slices(table, tokens, table.key.ranks)
     ratios = {
         entry.context_tokens: (entry.ttft_s / chain_seconds(table.rates, entry.partition.lengths),)
@@ -169,10 +169,10 @@ def main(arguments: Sequence[str]) -> int:
         chain = open_links(world, loaded, "auto", log)
         loaded = check_chain(loaded)
         with pinned(chain):
-            key = key_of(loaded, chain)
+            key = table_key(loaded, chain)
             table = together(world, lambda: find_table(wanted.table, key))
             if world.rank:
-                follow(loaded, chain)
+                follow_measurements(loaded, chain)
                 return 0
             lengths = [entry.context_tokens for entry in table.entries]
             if wanted.contexts is not None:
@@ -180,4 +180,4 @@ def main(arguments: Sequence[str]) -> int:
             with leading(loaded, chain) as run:
                 return 0 if check_table(table, lengths, run, wanted.trials, log.root, with_grid=wanted.grid) else 1
 
-    return guarded(world, work)
+    return run_guarded(world, work)

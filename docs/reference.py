@@ -131,13 +131,13 @@ def job_keys() -> str:
 
 def combinations() -> str:
     """List the settings that a job cannot combine."""
-    rows = [(_code(row.setting), ", ".join(map(_code, row.others)), row.why) for row in REFUSED]
+    rows = [(_code(rule.setting), ", ".join(map(_code, rule.others)), rule.why) for rule in REFUSED]
     return _table(("setting", "cannot be combined with", "why"), rows)
 
 
 def no_effect() -> str:
     """List the settings that have no effect beside others."""
-    rows = [(_code(row.setting), ", ".join(map(_code, row.others)), row.why) for row in NO_EFFECT]
+    rows = [(_code(rule.setting), ", ".join(map(_code, rule.others)), rule.why) for rule in NO_EFFECT]
     return _table(("setting", "has no effect with", "why"), rows)
 
 

@@ -134,7 +134,7 @@ class KVHeads:
         return [KVHeads(first, first + each, self.of) for first in range(0, self.of, each)]
 
 
-def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
+def even_share(count: int, rank: int, size: int) -> tuple[int, int]:
     """Return the range of a rank's share in an even division; the first ranks get one more."""
     each, left = divmod(count, size)
     first = rank * each + min(rank, left)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Literal, NamedTuple
 
-Kind = Literal["layer", "prefill", "wait", "send wait", "send", "receive", "forward", "decode", "write"]
+SpanKind = Literal["layer", "prefill", "wait", "send wait", "send", "receive", "forward", "decode", "write"]
 
 
 class Span(NamedTuple):
@@ -25,7 +25,7 @@ class Span(NamedTuple):
     amount : bytes transferred, or answers decoded.
     """
 
-    kind: Kind
+    kind: SpanKind
     began_s: float
     ended_s: float
     prompt: int = -1
@@ -45,7 +45,7 @@ class Recorder:
         self.is_on, self.prompt = is_on, -1
         self._spans: list[Span] = []
 
-    def note(self, kind: Kind, began_s: float, amount: int = 0) -> None:
+    def note(self, kind: SpanKind, began_s: float, amount: int = 0) -> None:
         """Record a span that ends now and belongs to no single prompt."""
         self.add(Span(kind, began_s, time.perf_counter(), amount=amount))
 

@@ -9,22 +9,22 @@ from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.model.load import load_outline
 from kvr_mpi.tuning.identity import processor_name
-from kvr_mpi.tuning.table import Entry, Key, ModelIdentity, Provenance, Table
+from kvr_mpi.tuning.table import ModelIdentity, Provenance, Table, TableEntry, TableKey
 
 # SmolLM2 on a core of a small machine.
 COSTS = Costs(30, 1.3e-5, 6.9e-5, 2.8e-8, 2e-4, 1.5e-3, 1536, 6e9, 2e-5, head_s=0.01)
 DATE = "2026-11-20T10:00:00Z"
 
 
-def a_key(**changes: Any) -> Key:
+def a_key(**changes: Any) -> TableKey:
     whole = {"dtype": "float32", "hardware": "here", "device": "a core", "ranks": 2, **changes}
     model = whole.pop("model", ModelIdentity(name="models/Tiny", fingerprint="f" * 64, architecture="LlamaForCausalLM"))
-    return Key(model=model, **whole)
+    return TableKey(model=model, **whole)
 
 
-def an_entry(bounds: tuple[int, ...]) -> Entry:
+def an_entry(bounds: tuple[int, ...]) -> TableEntry:
     predicted_s = chain_seconds(COSTS, [b - a for a, b in zip(bounds, bounds[1:], strict=False)])
-    return Entry(
+    return TableEntry(
         context_tokens=bounds[-1],
         bounds_tokens=bounds,
         ttft_s=1.1 * predicted_s,

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.group import Entry, Group
-from kvr_mpi.decode.step_graph import Recorder
+from kvr_mpi.decode.group import BatchEntry, Group
+from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.kv import decode_cache, packed_row
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
@@ -78,7 +78,7 @@ def batch_of(
     return DecodeBatch(loaded, settings, stop=stop, max_new_tokens=new_tokens, group=group)
 
 
-def finish(batch: DecodeBatch) -> dict[Any, Entry]:
+def finish(batch: DecodeBatch) -> dict[Any, BatchEntry]:
     """Begin what waits, and step until all is answered."""
     found, steps = {one.key: one for one in batch.begin()}, 0
     while batch.running:
@@ -87,7 +87,7 @@ def finish(batch: DecodeBatch) -> dict[Any, Entry]:
     return found
 
 
-def tokens_of(found: dict[Any, Entry]) -> dict[Any, tuple[int, ...]]:
+def tokens_of(found: dict[Any, BatchEntry]) -> dict[Any, tuple[int, ...]]:
     """The answers, of those that have one."""
     return {key: one.answer.token_ids for key, one in found.items() if one.answer is not None}
 
@@ -200,7 +200,7 @@ def steps_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     why_not = step_graph._why_not
 
     @contextmanager
-    def record(recorder: Recorder) -> Iterator[Recording]:
+    def record(recorder: StepRecorder) -> Iterator[Recording]:
         made.append(Recording())
         with made[-1]:
             yield made[-1]
@@ -210,7 +210,7 @@ def steps_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         why = why_not(loaded)
         return None if why and "CPUs" in why else why
 
-    monkeypatch.setattr(Recorder, "record", record)
+    monkeypatch.setattr(StepRecorder, "record", record)
     monkeypatch.setattr(step_graph, "_why_not", as_on_a_gpu)
     return made
 

@@ -59,8 +59,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "prompt.template": {"prompt.template": "{text} Why?"},
     "prompt.too_long": {"prompt.too_long": "keep-tail"},
 }
-PAIRS = [(row.setting, other) for row in REFUSED for other in row.others if other not in MODELS]
-OF_MODELS = [(row.setting, other) for row in (*REFUSED, *NO_EFFECT) for other in row.others if other in MODELS]
+PAIRS = [(rule.setting, other) for rule in REFUSED for other in rule.others if other not in MODELS]
+OF_MODELS = [(rule.setting, other) for rule in (*REFUSED, *NO_EFFECT) for other in rule.others if other in MODELS]
 NAMES = sorted({name for pair in PAIRS for name in pair})
 
 
@@ -99,7 +99,7 @@ def test_what_a_model_cannot_is_refused_or_has_no_effect_on_that_model_only(pair
     setting, kind = pair
     job = job_of(setting)
     check_combinations(job, ())
-    if any(row.setting == setting and kind in row.others for row in NO_EFFECT):
+    if any(rule.setting == setting and kind in rule.others for rule in NO_EFFECT):
         assert why_no_effect(setting, job) is None and kind in (why_no_effect(setting, job, [kind]) or "")
         return
     with pytest.raises(ConfigError, match=kind):

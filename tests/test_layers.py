@@ -108,3 +108,23 @@ HEAVY = "torch transformers mpi4py h5py numpy pydantic"
 def test_importing_loads_nothing_heavy(modules: str, heavy: str) -> None:
     code = f"import sys, {modules}; print([name for name in {heavy!r}.split() if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# The commands are also functions of the Python interface, with the same names.
+COMMANDS = {"plan", "run", "simulate", "verify"}
+
+
+def test_a_name_means_one_thing() -> None:
+    """No two modules define a public class, function or type with the same name."""
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in tree_of(path).body:
+            names = [getattr(node, "name", "")]
+            if isinstance(node, ast.Assign):
+                names = [
+                    target.id for target in node.targets if isinstance(target, ast.Name) and not target.id.isupper()
+                ]
+            for name in names:
+                if name and not name.startswith("_"):
+                    found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    assert not {name: where for name, where in found.items() if len(where) > 1 and name not in COMMANDS}

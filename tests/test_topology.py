@@ -60,7 +60,7 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
     used = topology.gpus_in_turn([list(map(str, range(devices)))] * ranks)
     counts = [used.count(device) for device in range(devices)]
     assert max(counts) - min(counts) <= 1
-    shares = [topology.share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]
+    shares = [topology.even_share_cores(range(devices), rank, ranks) for rank in range(ranks)]
     assert all(shares) and set().union(*shares) <= set(range(devices))
     if ranks <= devices:
         assert sum(map(len, shares)) == len(set().union(*shares)), "no core is shared by two"
@@ -68,7 +68,7 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
 
 @given(st.integers(0, 99), st.integers(1, 9))
 def test_shares_follow_each_other_and_differ_by_one(count: int, size: int) -> None:
-    shares = [topology.share_of(count, rank, size) for rank in range(size)]
+    shares = [topology.even_share(count, rank, size) for rank in range(size)]
     assert [item for share in shares for item in range(*share)] == list(range(count))
     lengths = [last - first for first, last in shares]
     assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)

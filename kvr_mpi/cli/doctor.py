@@ -35,9 +35,9 @@ def doctor(
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301
     from kvr_mpi.doctor.findings import Finding, to_json, to_lines
-    from kvr_mpi.doctor.launch import Request, diagnose
+    from kvr_mpi.doctor.launch import DoctorOptions, diagnose
 
-    request = Request(share_gpu=share_gpu)
+    request = DoctorOptions(share_gpu=share_gpu)
     if job is not None:
         from kvr_mpi.job import load_job
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvr_mpi.cli.files import writing
+from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command
 from kvr_mpi.errors import counted
 
@@ -97,7 +97,7 @@ def _write(results: Results, kind: str, output: Path | None, status: str | None)
     chosen = asked_fields(results.records(status)) if kind == "csv" else ()
     with ExitStack() as files:
         if output is not None:  # not for standard output, whose reader may have closed the pipe
-            files.enter_context(writing(output))
+            files.enter_context(writing_file(output))
         stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
         if kind == "openai-batch":
             write_responses(records, stream, str(results.header.model["name"]))

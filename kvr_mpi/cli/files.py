@@ -29,7 +29,7 @@ def find_shipped(folder: str, name: str) -> Path:
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def writing_file(path: Path | str) -> Iterator[None]:
     """Convert system errors while a file is written to an `OutputError`.
 
     Parameters

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from kvr_mpi.cli.files import writing
+from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command
 
 ASK = "Summarise this document in one paragraph. Keep names, dates and numbers."
@@ -117,7 +117,7 @@ def init(
     if errors := {document.id: document.error for document in documents if document.error is not None}:
         click.echo(f"{counted(len(errors), 'document')} of the first {len(documents)} will have error records:")
         click.echo(listed(errors))
-    with writing(job), job.open("x", encoding="utf-8") as stream:
+    with writing_file(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
     readable = [number for number, document in enumerate(documents, 1) if document.error is None][:TRIED]
     if not readable:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvr_mpi.transport import Transport
 
 
-def guarded(world: Transport, work: Callable[[], int]) -> int:
+def run_guarded(world: Transport, work: Callable[[], int]) -> int:
     """Run a function on this rank; if only this rank fails, end all ranks with its exit code.
 
     The last log lines describe the error and the meaning of the exit code, even after Ctrl-C.
@@ -117,9 +117,9 @@ def open_links(world: Transport, loaded: LoadedModel, wanted: str, log: Log, *, 
     """Open the transport for tensors, and log which one was chosen; for `every_pair` see `choose.warm_up`."""
     from typing import cast
 
-    from kvr_mpi.transport.choose import Name, open_transport
+    from kvr_mpi.transport.choose import TransportName, open_transport
 
-    transport, reason = open_transport(world, cast(Name, wanted), loaded.device, every_pair=every_pair)
+    transport, reason = open_transport(world, cast(TransportName, wanted), loaded.device, every_pair=every_pair)
     log.root(reason)
     return transport
 

@@ -246,11 +246,11 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
 
 def _print_summary(made: PlannedJob) -> None:
     """Print the makespan and its alternatives: the bound, other plans, the job as written, other numbers of ranks."""
-    from kvr_mpi.schedule.plan import describe, plan_documents
+    from kvr_mpi.schedule.plan import describe_schedule, plan_documents
 
     spec, found, forecast, texts = made.spec, made.schedule, made.forecast, made.texts
     click.echo("")
-    for line in describe(found):
+    for line in describe_schedule(found):
         click.echo(line)
     prefill_s = plan_documents(spec, texts, found.ranks, replace(forecast, new_tokens=1)).makespan_s
     if 2 * prefill_s < found.makespan_s:

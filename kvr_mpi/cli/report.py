@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.files import writing
+from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command
 
 
@@ -34,7 +34,7 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
     target = output or (path if path.is_dir() else path.parent) / "report.html"
     is_own = output is None and target.parent.is_dir() and is_run(target.parent)
     check_file(target, overwrite=overwrite or is_own, reads=[path])
-    with writing(target):
+    with writing_file(target):
         page, skipped = page_of(path)
         for line in skipped:
             click.echo(f"warning: left out: {line}", err=True)

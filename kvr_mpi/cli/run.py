@@ -93,7 +93,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     """
     shows_config, settings = given.pop("show_config"), given.pop("settings")
     from kvr_mpi.cli.environment import tell_libraries
-    from kvr_mpi.cli.launch import guarded
+    from kvr_mpi.cli.launch import run_guarded
     from kvr_mpi.errors import KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport.mpi import connect, launched_size
@@ -111,7 +111,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     except KvrError as error:
         Log().line(f"error: {error}\n{exit_line(error.exit_code)}")
         return error.exit_code
-    return guarded(world, lambda: run_on(world, name, options, lambda: load(settings), shows_config))
+    return run_guarded(world, lambda: run_on(world, name, options, lambda: load(settings), shows_config))
 
 
 def run_on(

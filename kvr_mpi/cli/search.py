@@ -19,7 +19,7 @@ from kvr_mpi.cli.options import (
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.layer_costs import Costs
-    from kvr_mpi.tuning.table import Key
+    from kvr_mpi.tuning.table import TableKey
 
 # Default number of documents for --heads; documents.limit overrides it.
 SAMPLED = 8
@@ -70,7 +70,7 @@ def search(
         _measure_heads(job, settings, heads, overwrite)
         return 0
     from kvr_mpi.cli.environment import tell_libraries
-    from kvr_mpi.cli.launch import guarded
+    from kvr_mpi.cli.launch import run_guarded
     from kvr_mpi.transport.mpi import connect
 
     tell_libraries()
@@ -86,8 +86,8 @@ def search(
         from kvr_mpi.transport import on_root, together
         from kvr_mpi.transport.mpi_query import library_version
         from kvr_mpi.tuning.cores import pinned
-        from kvr_mpi.tuning.identity import key_of, provenance_of
-        from kvr_mpi.tuning.measure import follow, leading, measure_costs
+        from kvr_mpi.tuning.identity import provenance_of, table_key
+        from kvr_mpi.tuning.measure import follow_measurements, leading, measure_costs
         from kvr_mpi.tuning.table import save_table
         from kvr_mpi.tuning.tabulate import check_contexts, tabulate
 
@@ -100,12 +100,12 @@ def search(
         threads = torch.get_num_threads()  # the same number as in a job
         with pinned(chain):
             torch.set_num_threads(threads)
-            key = key_of(loaded, chain)
+            key = table_key(loaded, chain)
             provenance = provenance_of(chain, shlex.join(["kvr", *sys.argv[1:]]), library_version())
             target = on_root(world, lambda: _target(output, key, overwrite))
             costs = measure_costs(loaded, chain)
             if target is None:
-                follow(loaded, chain)
+                follow_measurements(loaded, chain)
                 return 0
             log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
@@ -116,17 +116,17 @@ def search(
                 log.root(f"{target}: entries for {searched} tokens")
         return 0
 
-    return guarded(world, work)
+    return run_guarded(world, work)
 
 
-def _target(output: Path, key: Key, overwrite: bool) -> Path:
+def _target(output: Path, key: TableKey, overwrite: bool) -> Path:
     """Return the file to write, after checking that it can be written."""
-    from kvr_mpi.cli.files import writing
+    from kvr_mpi.cli.files import writing_file
     from kvr_mpi.store.targets import check_file
-    from kvr_mpi.tuning.table import file_name
+    from kvr_mpi.tuning.table import table_file
 
-    path = output if output.suffix == ".json" else output / file_name(key)
-    with writing(path.parent):
+    path = output if output.suffix == ".json" else output / table_file(key)
+    with writing_file(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     check_file(path, overwrite=overwrite)
     return path
@@ -146,7 +146,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     import statistics
 
     from kvr_mpi.cli.environment import is_offline, read_environment
-    from kvr_mpi.cli.files import writing
+    from kvr_mpi.cli.files import writing_file
     from kvr_mpi.disk import replacing
     from kvr_mpi.job import load_job
     from kvr_mpi.preflight.checks import check_job
@@ -162,7 +162,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     )
     for name, reason in left_out:
         click.echo(f"left out: {name}: {reason}", err=True)
-    with writing(output), replacing(output) as stream:
+    with writing_file(output), replacing(output) as stream:
         stream.write((json.dumps(found) + "\n").encode())
     layers = found["counts"]
     heads = [count for layer in layers for count in layer]

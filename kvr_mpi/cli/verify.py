@@ -37,7 +37,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     The exit code is 0 only if all agree.
     """  # noqa: D301
     from kvr_mpi.cli.environment import tell_libraries
-    from kvr_mpi.cli.launch import guarded
+    from kvr_mpi.cli.launch import run_guarded
     from kvr_mpi.transport.mpi import connect
 
     tell_libraries()
@@ -90,4 +90,4 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         log.root(f"{count - failed} of {count} checks passed on {counted(world.size, 'rank')}")
         return EXIT_DIFFERS if failed else 0
 
-    return guarded(world, work)
+    return run_guarded(world, work)

@@ -21,7 +21,7 @@ Owners = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeadPiece:
     """A head on a rank; `load` is this piece's part of the head's load."""
 
     head: int
@@ -34,7 +34,7 @@ class LayerPlacement:
     """The placement of a layer's heads."""
 
     ranks: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HeadPiece, ...]
 
     @property
     def loads(self) -> Loads:
@@ -61,7 +61,7 @@ def place_statically(loads: Sequence[float], ranks: int) -> LayerPlacement:
     If the heads do not divide evenly, the first ranks have one more; with fewer heads than ranks, the last have none.
     """
     parts = np.array_split(np.arange(len(loads)), ranks)
-    pieces = (Piece(head, rank, float(loads[head])) for rank, part in enumerate(parts) for head in part.tolist())
+    pieces = (HeadPiece(head, rank, float(loads[head])) for rank, part in enumerate(parts) for head in part.tolist())
     return LayerPlacement(ranks, tuple(pieces))
 
 
@@ -137,7 +137,7 @@ def _lpt(items: Sequence[tuple[float, int]], ranks: int) -> LayerPlacement:
         rank = min((rank for rank in range(ranks) if head not in heads[rank]), key=loads.__getitem__)
         loads[rank] += load
         heads[rank].add(head)
-        pieces.append(Piece(head, rank, load))
+        pieces.append(HeadPiece(head, rank, load))
     return LayerPlacement(ranks, tuple(pieces))
 
 
@@ -161,7 +161,7 @@ def spill_over(loads: Sequence[float], ranks: int, copies: int, limit: float) ->
             room[rank] -= part
             rest -= part
             used.add(rank)
-            pieces.append(Piece(head, rank, part))
+            pieces.append(HeadPiece(head, rank, part))
         left -= len(used) - 1
         if left < 0:
             return None

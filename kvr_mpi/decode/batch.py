@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.grammar import Grammars
-from kvr_mpi.decode.group import Entry, Group
+from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
@@ -60,10 +60,10 @@ class DecodeBatch:
         grammars = Grammars(loaded.tokenizer, ends_of(config))
         self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, tuple(stop), max_new_tokens, grammars)
         self._adapted = functools.lru_cache(KEPT_RULES)(self._rules.adapted)
-        self._waiting: list[Entry] = []  # for `begin`, with their first token
-        self._running: list[Entry] = []
-        self._aside: list[Entry] = []  # no memory for their next token until another prompt leaves
-        self._finished: list[Entry | None] = []  # None: on another rank
+        self._waiting: list[BatchEntry] = []  # for `begin`, with their first token
+        self._running: list[BatchEntry] = []
+        self._aside: list[BatchEntry] = []  # no memory for their next token until another prompt leaves
+        self._finished: list[BatchEntry | None] = []  # None: on another rank
         self._anew_at = begins_anew_at(loaded.model)
         self.most_rows: int | None = None
 
@@ -115,7 +115,7 @@ class DecodeBatch:
         return words[0][0] != FAILED
 
     @torch.inference_mode()
-    def begin(self) -> list[Entry]:
+    def begin(self) -> list[BatchEntry]:
         """Start the waiting prompts unless others are running; return those that are finished at once."""
         if self.group.waits and not self._running and not self._aside:
             self._running, self._waiting = self._waiting, []
@@ -124,7 +124,7 @@ class DecodeBatch:
         return self.take_finished()
 
     @torch.inference_mode()
-    def step(self) -> list[Entry]:
+    def step(self) -> list[BatchEntry]:
         """Generate one token for every prompt, and return those that are finished."""
         if not self._running and self._aside:  # no memory for any of them: one has to finish or fail
             self._running.append(self._aside.pop(0))
@@ -132,12 +132,12 @@ class DecodeBatch:
             self._step(row)
         return self.take_finished()
 
-    def take_finished(self) -> list[Entry]:
+    def take_finished(self) -> list[BatchEntry]:
         """Return the prompts that are finished already."""
         finished, self._finished = self._finished, []
         return [one for one in finished if one is not None]
 
-    def _begin(self, key: Any, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> Entry:
+    def _begin(self, key: Any, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> BatchEntry:
         """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
         rules = self._rules_of(own)
         why = prefill.error or self._why_not_as_asked(prefill, own.n, rules, len(ids))
@@ -155,10 +155,10 @@ class DecodeBatch:
             except DocumentError as error:
                 why = str(error)
         if not self.group.is_home(prefill):
-            return Entry(prefill)
+            return BatchEntry(prefill)
 
         writing = DecodeSequence(rules, ids, seed, self._loaded.device, own.n or 1)
-        document, writing.scores = Entry(prefill, key=key, writing=writing), scores
+        document, writing.scores = BatchEntry(prefill, key=key, writing=writing), scores
         if why is not None:
             writing.fail(why)
         else:
@@ -194,7 +194,7 @@ class DecodeBatch:
             f"lower generation.max_new_tokens"
         )
 
-    def _step(self, row: Sequence[Entry]) -> None:
+    def _step(self, row: Sequence[BatchEntry]) -> None:
         """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
         began = time.perf_counter()
         logits = attempt(lambda: self.group.run(row))
@@ -224,7 +224,7 @@ class DecodeBatch:
             self._word_of(row[0])
             self._go_on(row, [(ENDED, 0)])
 
-    def _word_of(self, document: Entry) -> tuple[int, int]:
+    def _word_of(self, document: BatchEntry) -> tuple[int, int]:
         """Return the next token of a prompt on its home rank; finish the prompt if that is its end.
 
         Returns the token to run next, `ENDED` or `FAILED`; and the length to truncate the cache to if another answer
@@ -245,7 +245,7 @@ class DecodeBatch:
         self._finished.append(document)
         return ENDED if prefill.error is None else FAILED, 0
 
-    def _go_on(self, documents: Sequence[Entry], words: Sequence[tuple[int, int]]) -> None:
+    def _go_on(self, documents: Sequence[BatchEntry], words: Sequence[tuple[int, int]]) -> None:
         """Apply what the prompts' home ranks decided (`_word_of`)."""
         for document, (token, tokens) in zip(list(documents), words, strict=True):
             if token < 0:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from kvr_mpi.decode.sampling import Answer, DecodeSequence
-from kvr_mpi.decode.step_graph import Recorder
+from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.kv.decode_cache import DecodeCache, Merge
-from kvr_mpi.kv.head_store import held_bytes as bytes_of_stores
+from kvr_mpi.kv.head_store import bytes_of_stores
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
@@ -28,7 +28,7 @@ from kvr_mpi.transport import Transport
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class BatchEntry:
     """A prompt of a batch, as one rank sees it.
 
     prefill : with the keys and values that this rank holds; without a cache after an error.
@@ -72,19 +72,19 @@ class Group:
     waits = False
 
     def __init__(self, loaded: LoadedModel, ranks: Transport | None = None, *, why_alone: str | None = None) -> None:
-        self.loaded, self.ranks, self.recorder = loaded, ranks, Recorder(loaded)
+        self.loaded, self.ranks, self.recorder = loaded, ranks, StepRecorder(loaded)
         self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
-        self._packs: dict[tuple[Entry, ...], DecodeCache] = {}
+        self._packs: dict[tuple[BatchEntry, ...], DecodeCache] = {}
 
     def is_home(self, prefill: Prefill) -> bool:
         """Whether this rank chooses a prompt's tokens and delivers its answer."""
         return True
 
-    def take_in(self, documents: Sequence[Entry]) -> Sequence[Entry]:
+    def take_in(self, documents: Sequence[BatchEntry]) -> Sequence[BatchEntry]:
         """Prepare new prompts for steps; return those of all ranks of the group."""
         return documents
 
-    def rows(self, documents: Sequence[Entry], most: int | None) -> list[list[Entry]]:
+    def rows(self, documents: Sequence[BatchEntry], most: int | None) -> list[list[BatchEntry]]:
         """Divide prompts into rows of at most `most` that run in one step; those with transformers' cache run alone."""
         packed = [each for each in documents if not each.prefill.is_plain]
         alone = [[each] for each in documents if each.prefill.is_plain]
@@ -92,7 +92,7 @@ class Group:
         groups = -(-len(packed) // (most or len(packed) or 1))
         return [packed[at::groups] for at in range(groups)] + alone
 
-    def run(self, documents: Sequence[Entry]) -> torch.Tensor:
+    def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run the last token of each prompt; return the input of `choose`.
 
         Raises `MemoryError` or `RuntimeError` on all ranks, if memory ran out on any of them; the prompts are
@@ -111,7 +111,7 @@ class Group:
                 cache.step_back(length)
             raise
 
-    def choose(self, documents: Sequence[Entry], logits: torch.Tensor) -> list[int]:
+    def choose(self, documents: Sequence[BatchEntry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from its logits (prompts, vocab_size).
 
         The result is 0 on other ranks than the prompt's home.
@@ -150,14 +150,14 @@ class Group:
         """Drop the combined caches of rows of prompts, since the rows change."""
         self._packs.clear()
 
-    def _cache_of(self, documents: Sequence[Entry], merge: Merge | None = None) -> DecodeCache:
+    def _cache_of(self, documents: Sequence[BatchEntry], merge: Merge | None = None) -> DecodeCache:
         """Return the combined cache of a row of prompts, which is kept until rows change."""
         members = tuple(documents)
         if members not in self._packs:
             self._packs[members] = DecodeCache([each.prefill.cache for each in documents], merge)
         return self._packs[members]
 
-    def _run_alone(self, documents: Sequence[Entry]) -> torch.Tensor:
+    def _run_alone(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Return logits (prompts, vocab_size) after the last token of each prompt, computed by this rank."""
         writings = [each.writing for each in documents if each.writing is not None]
         # transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`).
@@ -173,7 +173,7 @@ class Group:
             return run_model(self.loaded.model, token, documents[0].prefill.cache)
         return self.recorder.run(self._cache_of(documents), last)
 
-    def _run_anew(self, document: Entry, writing: DecodeSequence) -> torch.Tensor:
+    def _run_anew(self, document: BatchEntry, writing: DecodeSequence) -> torch.Tensor:
         """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""
         ids, loaded, room = writing.ids.tolist(), self.loaded, writing.room
         if document.prefill.is_plain:

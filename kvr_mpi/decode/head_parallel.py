@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kvr_mpi.compress.placement import LayerPlacement, Owners, assign_rows, place_layers
-from kvr_mpi.decode.group import Entry, Group
+from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
@@ -35,13 +35,13 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
-from kvr_mpi.topology import share_of
+from kvr_mpi.topology import even_share
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
-Place = Callable[[Sequence[float], int], LayerPlacement]
+PlaceHeads = Callable[[Sequence[float], int], LayerPlacement]
 # Rows of a KV head that go to one rank: the head, and the first row and the end (exclusive) among the head's rows.
-Part = tuple[int, int, int]
+HeadRange = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class HeadGroup(Group):
         self,
         loaded: LoadedModel,
         ranks: Transport,
-        place: Place,
+        place: PlaceHeads,
         arena: Arena | None = None,
     ) -> None:
         if why := why_not_head_parallel(loaded):
@@ -102,13 +102,13 @@ class HeadGroup(Group):
         self._merging: Merge | None = None
         self._meetings = 0  # collectives of all ranks, in this step so far
         # Range of this rank's share of the vocabulary.
-        self._share = share_of(loaded.model.lm_head.out_features, ranks.rank, ranks.size)
+        self._share = even_share(loaded.model.lm_head.out_features, ranks.rank, ranks.size)
         # Which ranks ran out of memory in a step: allocated now, since there may be no memory then.
         self._is_short = torch.zeros(ranks.size, dtype=torch.int64, device=loaded.device)
         self.counts = np.zeros((len(loaded.shape.layers), 0, 0), dtype=np.int64)
         self.owners: list[Owners] = []
 
-    def take_in(self, documents: Sequence[Entry]) -> Sequence[Entry]:
+    def take_in(self, documents: Sequence[BatchEntry]) -> Sequence[BatchEntry]:
         """Place the heads of all ranks' prompts by their number of tokens, and distribute them."""
         shared = self._tell_documents(documents)
         if not shared:
@@ -126,17 +126,17 @@ class HeadGroup(Group):
         if self._shared_heads is None:
             self._shared_heads = SharedHeads(self.loaded, ranks.rank, ranks.size, self._sum)
         self._part = replace(self.loaded, model=self._shared_heads.choose(heads))
-        own, running = iter(documents), list[Entry]()
+        own, running = iter(documents), list[BatchEntry]()
         for at, told in enumerate(shared):  # one at a time: the home drops its whole cache before the next one
             if told.home == ranks.rank:
                 entry = next(own)
             else:
-                entry = Entry(Prefill(Partition((0, told.tokens)), None, None, 0.0), told.last_token)
+                entry = BatchEntry(Prefill(Partition((0, told.tokens)), None, None, 0.0), told.last_token)
             entry.prefill.cache = self._distribute(at, told, entry.prefill.cache, heads)
             running.append(entry)
         return running
 
-    def _tell_documents(self, documents: Sequence[Entry]) -> list[SharedDocument]:
+    def _tell_documents(self, documents: Sequence[BatchEntry]) -> list[SharedDocument]:
         """Gather the documents of all ranks into one list, which is the same on all ranks.
 
         The list alternates between ranks, so that each rank sends about as much at a time as it receives.
@@ -150,14 +150,14 @@ class HeadGroup(Group):
         turns = itertools.zip_longest(*share_json(self.ranks, gather_json(self.ranks, mine)))
         return [SharedDocument(home, *told) for turn in turns for home, told in enumerate(turn) if told is not None]
 
-    def _parts_of(self, document: int, rank: int) -> list[list[Part]]:
+    def _parts_of(self, document: int, rank: int) -> list[list[HeadRange]]:
         """Return what a rank owns of a document, by layer: the heads placed on it, or a part of each head's tokens."""
         layers = zip(self.owners, self.counts[:, document], strict=True)
         if self._merging is None:
             heads = [(np.flatnonzero(own[document] == rank).tolist(), counts) for own, counts in layers]
             return [[(head, 0, int(counts[head])) for head in own] for own, counts in heads]
         size = self.ranks.size
-        whole = [[(at, *share_of(int(count), rank, size)) for at, count in enumerate(counts)] for _, counts in layers]
+        whole = [[(at, *even_share(int(count), rank, size)) for at, count in enumerate(counts)] for _, counts in layers]
         return [[part for part in parts if part[1] < part[2] or rank == size - 1] for parts in whole]
 
     def _distribute(
@@ -195,7 +195,9 @@ class HeadGroup(Group):
                 place.copy_(part.view(place.shape))
         return make_decode_cache(loaded, stores, document.tokens, document.slack)
 
-    def _send_rows(self, cache: SliceCache, owned: Sequence[list[list[Part]]], places: Sequence[torch.Tensor]) -> None:
+    def _send_rows(
+        self, cache: SliceCache, owned: Sequence[list[list[HeadRange]]], places: Sequence[torch.Tensor]
+    ) -> None:
         """Send every rank the rows it owns, and copy this rank's own to their places."""
         requests = []
         for rank, by_layer in enumerate(owned):
@@ -214,7 +216,7 @@ class HeadGroup(Group):
         for request in requests:
             request.wait()
 
-    def run(self, documents: Sequence[Entry]) -> torch.Tensor:
+    def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run this rank's heads of each prompt.
 
         Returns logits (prompts, vocab_size); if all prompts are greedy, the next token of each (prompts,).
@@ -235,7 +237,7 @@ class HeadGroup(Group):
             return found
         return found[found[..., 0].argmax(0), torch.arange(len(documents), device=found.device), 1].long()
 
-    def choose(self, documents: Sequence[Entry], logits: torch.Tensor) -> list[int]:
+    def choose(self, documents: Sequence[BatchEntry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from the result of `run`."""
         return logits.tolist() if self._is_greedy else super().choose(documents, logits)
 
@@ -264,7 +266,7 @@ class HeadGroup(Group):
         for meet in (of_layer * len(self.loaded.shape.layers))[self._meetings :]:
             meet()
 
-    def _run(self, documents: Sequence[Entry]) -> torch.Tensor:
+    def _run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run this rank's heads; return its results, with zeros in the places of other ranks' results."""
         cache = self._cache_of(documents, self._merging)
         logits = decode_packed(self._part, cache, [each.last_token for each in documents])

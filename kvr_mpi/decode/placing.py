@@ -18,7 +18,7 @@ from kvr_mpi.compress.placement import (
     place_with_equal_copies,
     sync_efficiency,
 )
-from kvr_mpi.decode.head_parallel import Place, why_not_head_parallel
+from kvr_mpi.decode.head_parallel import PlaceHeads, why_not_head_parallel
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job.spec import DecodeSection
 from kvr_mpi.model import LoadedModel, ModelShape
@@ -35,9 +35,9 @@ class HeadSharing:
     layers: int
     kv_heads: int
 
-    def placing(self, ranks: int) -> Place:
+    def placing(self, ranks: int) -> PlaceHeads:
         """Return the function that places one layer's heads on `ranks` ranks."""
-        ways: dict[str, Place] = {
+        ways: dict[str, PlaceHeads] = {
             "static": place_statically,
             "best-effort": place_best_effort,
             "equal": partial(place_with_equal_copies, copies=ranks - 1),

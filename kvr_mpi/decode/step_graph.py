@@ -45,7 +45,7 @@ class StepGraph:
     runs out.
     """
 
-    def __init__(self, recorder: Recorder, layout: PageLayout, cache: DecodeCache) -> None:
+    def __init__(self, recorder: StepRecorder, layout: PageLayout, cache: DecodeCache) -> None:
         loaded = recorder.loaded
         self._pages, self.checks_left = PageTables(layout, loaded.device), STEPS_CHECKED
         self._inputs = torch.zeros(2, layout.slots, dtype=torch.int64, device=loaded.device)
@@ -72,7 +72,7 @@ class StepGraph:
         return self._logits[:count].clone()
 
 
-class Recorder:
+class StepRecorder:
     """The graphs of a rank.
 
     why_not : why no step is recorded; None if steps are.

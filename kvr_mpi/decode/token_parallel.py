@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
-from kvr_mpi.decode.group import Entry, Group
+from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.stored_shares import run_shares
@@ -30,12 +30,12 @@ class TokenGroup(Group):
         """Whether this rank has a prompt's last shard."""
         return self.ranks.rank == prefill.last
 
-    def rows(self, documents: Sequence[Entry], most: int | None) -> list[list[Entry]]:
+    def rows(self, documents: Sequence[BatchEntry], most: int | None) -> list[list[BatchEntry]]:
         """Divide prompts into rows, with those about the same document next to each other, so that it is read once."""
         most = min(most or MAX_SEQUENCES, MAX_SEQUENCES)
         return [list(documents[at : at + most]) for at in range(0, len(documents), most)]
 
-    def run(self, documents: Sequence[Entry]) -> torch.Tensor:
+    def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run the model on all ranks; return logits (prompts, vocab_size), the same on all of them."""
         shares = [_share_of(each.prefill) for each in documents]
         logits = run_shares(self.loaded, shares, [[each.last_token] for each in documents], self.ranks)

@@ -1,7 +1,8 @@
 """Waits with time limits, so that the doctor never hangs.
 
-Ranks sleep while they wait for others (`wait_for`, `meet`), which leaves the cores to ranks that measure. Calls without
-a timeout of their own run in a thread (`within`). The parent process limits the time of each step (``process``).
+Ranks sleep while they wait for others (`wait_for`, `wait_for_all`), which leaves the cores to ranks that measure. Calls
+without a timeout of their own run in a thread (`within`). The parent process limits the time of each step
+(``process``).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep:
             os.sched_yield()  # with more ranks than cores, the peer may need this core
 
 
-def meet(transport: Transport, timeout_s: float) -> None:
+def wait_for_all(transport: Transport, timeout_s: float) -> None:
     """Wait for all ranks with a barrier that sleeps; after the timeout, `SilentError` names the missing ranks."""
     others = range(1, transport.size)
     token = torch.zeros(1, dtype=torch.uint8)
@@ -74,7 +75,7 @@ def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float
         tried = {"value": work()}
     except Exception as error:  # a check that fails on one rank must not leave the others waiting
         tried = {"error": f"{type(error).__name__}: {error}"}
-    meet(transport, timeout_s)
+    wait_for_all(transport, timeout_s)
     return gather_json(transport, tried)
 
 

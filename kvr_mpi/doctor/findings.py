@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, counted, printable
 
-Status = Literal["ok", "warn", "fail"]
+CheckStatus = Literal["ok", "warn", "fail"]
 
 # A failure in one of these means that the ranks cannot communicate.
 TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
@@ -19,7 +19,7 @@ class Finding:
     """One line of the report; `measured` has the measured figures, with units in the names."""
 
     check: str
-    status: Status
+    status: CheckStatus
     found: str
     remedy: str = ""
     measured: Sequence[Mapping[str, Any]] = field(default=())

@@ -27,7 +27,7 @@ TRIAL_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DoctorOptions:
     """Options of the doctor, and time limits.
 
     effort : amount of data sent to measure links and all-reduces.
@@ -44,7 +44,7 @@ class Request:
 
 
 def diagnose(
-    request: Request,
+    request: DoctorOptions,
     environ: Mapping[str, str],
     show: Callable[[Sequence[Finding]], None],
     pause_s: float = PAUSE_S,

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from kvr_mpi.doctor import devices, folder, links, ranks, trial
-from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet, within
+from kvr_mpi.doctor.deadlines import SilentError, gather_tried, wait_for_all, within
 from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, DeviceFacts, RankFacts, look_at_rank
 from kvr_mpi.doctor.findings import Finding, fail, ok, warn
-from kvr_mpi.doctor.launch import MISMATCH_REMEDY, TRIAL_TIMEOUT_S, Request
+from kvr_mpi.doctor.launch import MISMATCH_REMEDY, TRIAL_TIMEOUT_S, DoctorOptions
 from kvr_mpi.doctor.process import Tell, python_module
 from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError, counted
 from kvr_mpi.model.devices import visible_gpus
@@ -43,7 +43,7 @@ class Scene:
     """
 
     transport: Transport
-    request: Request
+    request: DoctorOptions
     environ: Mapping[str, str]
     facts: Sequence[RankFacts]
     launch: Finding | None
@@ -52,14 +52,14 @@ class Scene:
 
     def measure(self, work: Callable[[torch.device], object]) -> list[dict[str, Any]]:
         """Run a measurement on every rank; return all results on rank 0."""
-        meet(self.transport, self.request.patience_s)
+        wait_for_all(self.transport, self.request.patience_s)
         gpu = self.gpus[self.transport.rank]
         device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         return gather_tried(self.transport, lambda: work(device), self.request.timeout_s * links.LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CheckStep:
     """One step: its subject, function, whether all ranks take part, and its time limit."""
 
     check: str
@@ -115,12 +115,12 @@ def _folder(scene: Scene) -> list[Finding]:
 
 
 def _shared_folder(scene: Scene) -> list[Finding]:
-    meet(scene.transport, scene.request.patience_s)
+    wait_for_all(scene.transport, scene.request.patience_s)
     return folder.check_shared(scene.transport, scene.request.output_dir, scene.facts)
 
 
 def _clocks(scene: Scene) -> list[Finding]:
-    meet(scene.transport, scene.request.patience_s)
+    wait_for_all(scene.transport, scene.request.patience_s)
     skews_s = links.measure_clocks(scene.transport, links.first_on_each_host(scene.hosts))
     return links.check_clocks(skews_s, scene.hosts) if scene.transport.rank == 0 else []
 
@@ -133,32 +133,32 @@ def _slurm(scene: Scene) -> list[Finding]:
 
 def still_here(scene: Scene) -> list[Finding]:
     """Check that no rank was lost, since MPI_Finalize would wait for it forever."""
-    meet(scene.transport, scene.request.patience_s)
+    wait_for_all(scene.transport, scene.request.patience_s)
     return []
 
 
 STEPS = (
-    Step("launcher", _launcher),
-    Step("ranks", lambda scene: ranks.check_hosts(scene.facts)),
-    Step("cores", lambda scene: ranks.check_cores(scene.facts)),
-    Step("threads", lambda scene: ranks.check_threads(scene.facts)),
-    Step("devices", lambda scene: devices.check_devices(scene.facts, scene.request.share_gpu)),
-    Step("devices", lambda scene: devices.check_abilities(scene.facts)),
-    Step("transfers", _cuda_awareness, timeout_s=TRIAL_TIMEOUT_S + 30.0),
-    Step("links", _links, together=True),
-    Step("tensor-parallel", _groups, together=True),
-    Step("hdf5", lambda scene: [ok("hdf5", hdf5_build())]),
-    Step("folder", _folder),
-    Step("shared folder", _shared_folder, together=True),
-    Step("clocks", _clocks, together=True),
-    Step("slurm", _slurm),
-    Step("versions", lambda scene: ranks.check_versions(scene.facts, ranks.required_ranges())),
-    Step("ranks", still_here, together=True),
+    CheckStep("launcher", _launcher),
+    CheckStep("ranks", lambda scene: ranks.check_hosts(scene.facts)),
+    CheckStep("cores", lambda scene: ranks.check_cores(scene.facts)),
+    CheckStep("threads", lambda scene: ranks.check_threads(scene.facts)),
+    CheckStep("devices", lambda scene: devices.check_devices(scene.facts, scene.request.share_gpu)),
+    CheckStep("devices", lambda scene: devices.check_abilities(scene.facts)),
+    CheckStep("transfers", _cuda_awareness, timeout_s=TRIAL_TIMEOUT_S + 30.0),
+    CheckStep("links", _links, together=True),
+    CheckStep("tensor-parallel", _groups, together=True),
+    CheckStep("hdf5", lambda scene: [ok("hdf5", hdf5_build())]),
+    CheckStep("folder", _folder),
+    CheckStep("shared folder", _shared_folder, together=True),
+    CheckStep("clocks", _clocks, together=True),
+    CheckStep("slurm", _slurm),
+    CheckStep("versions", lambda scene: ranks.check_versions(scene.facts, ranks.required_ranges())),
+    CheckStep("ranks", still_here, together=True),
 )
 
 
 def examine(
-    transport: Transport, request: Request, environ: Mapping[str, str], tell: Tell, launch: Finding | None = None
+    transport: Transport, request: DoctorOptions, environ: Mapping[str, str], tell: Tell, launch: Finding | None = None
 ) -> bool:
     """Run all steps on this rank; rank 0 reports the findings.
 
@@ -209,7 +209,7 @@ def examine(
 
 
 def _gather_facts(
-    transport: Transport, request: Request, environ: Mapping[str, str], with_mpi: bool
+    transport: Transport, request: DoctorOptions, environ: Mapping[str, str], with_mpi: bool
 ) -> list[RankFacts]:
     def see() -> list[str]:
         return within(DEVICE_TIMEOUT_S, visible_gpus, "asking torch for GPUs")
@@ -233,7 +233,7 @@ def _silent(check: str, error: SilentError) -> Finding:
     return fail(check, str(error), remedy)
 
 
-def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -> None:
+def main(request: DoctorOptions, launch: Finding | None, environ: Mapping[str, str]) -> None:
     """Connect the ranks and examine them; alone if they cannot be connected."""
     tell = Tell()
     tell.step("launcher", JOIN_TIMEOUT_S)
@@ -254,4 +254,4 @@ def main(request: Request, launch: Finding | None, environ: Mapping[str, str]) -
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[2])
-    main(from_plain(Request, json.loads(sys.argv[1])), given and Finding(**given), os.environ)
+    main(from_plain(DoctorOptions, json.loads(sys.argv[1])), given and Finding(**given), os.environ)

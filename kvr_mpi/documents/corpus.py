@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvr_mpi.documents.document import Document
-from kvr_mpi.documents.files import Row, check_document, document_of, read_rows, stream_rows
+from kvr_mpi.documents.files import RawRow, check_document, document_of, read_rows, stream_rows
 from kvr_mpi.documents.paths import find_files, suffix_of
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
@@ -24,7 +24,7 @@ from kvr_mpi.plain import from_plain
 
 SHA256_CHARS = 64
 # An open file: its number, the place of the last row read, and the rows after it. This value: no file is open.
-CLOSED: tuple[int, int, Iterator[tuple[int, Row]]] = -1, -1, iter(())
+CLOSED: tuple[int, int, Iterator[tuple[int, RawRow]]] = -1, -1, iter(())
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
 SHARED_WORK = 16
 
@@ -69,7 +69,7 @@ class Corpus:
     rows: RowFormat = DEFAULT_ROWS
     limit: int | None = None
     prompts: tuple[str, ...] = ()
-    _open: tuple[int, int, Iterator[tuple[int, Row]]] = field(default=CLOSED, init=False, repr=False, compare=False)
+    _open: tuple[int, int, Iterator[tuple[int, RawRow]]] = field(default=CLOSED, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.entries)

@@ -35,7 +35,7 @@ MOST_CONTROLS = 0.01
 BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 # A row as stored: a text, a line of JSON, the size of a line that is too long, or a row of Parquet.
-Row = str | bytes | int | dict[str, Any]
+RawRow = str | bytes | int | dict[str, Any]
 
 
 def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[tuple[int, int, Document]]:
@@ -61,7 +61,7 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
             yield number, 0, Document(name, error=f"{file} cannot be read: {reason}")
 
 
-def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int, Row]]:
+def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int, RawRow]]:
     """Yield (place, row) of a file, starting at a place; a text file is one row.
 
     Raises `OSError`, `EOFError`, `ValueError` or `zlib.error` if the file cannot be read, or is damaged.
@@ -82,7 +82,7 @@ def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int
                 start += size
 
 
-def document_of(row: Row, rows: RowFormat, file: Path, name: str, number: int) -> Document:
+def document_of(row: RawRow, rows: RowFormat, file: Path, name: str, number: int) -> Document:
     """Convert a row from `read_rows` to a document; `number` counts the rows of the file from 1."""
     if isinstance(row, str):
         return rows.text_file(name, row)

@@ -27,8 +27,8 @@ NEUTRAL: dict[str, Any] = {
     **{"logit_bias": {}, "tool_choice": "none", "tools": []},
 }
 # Numeric settings: from the field to our name, the types, the range in words, and the test of the range.
-Range = tuple[str, tuple[type, ...], str, Callable[[float], bool]]
-NUMBERS: dict[str, Range] = {
+NumberRule = tuple[str, tuple[type, ...], str, Callable[[float], bool]]
+NUMBERS: dict[str, NumberRule] = {
     "max_tokens": ("max_new_tokens", (int,), "at least 1", lambda value: value >= 1),
     "max_completion_tokens": ("max_new_tokens", (int,), "at least 1", lambda value: value >= 1),
     "temperature": ("temperature", (int, float), "at least 0", lambda value: value >= 0),

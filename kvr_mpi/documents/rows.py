@@ -21,7 +21,7 @@ from kvr_mpi.errors import DocumentError
 # Default encoding of text files.
 UTF_8 = "utf-8"
 
-Kind = Literal["text", "messages", "openai-batch"]
+RowKind = Literal["text", "messages", "openai-batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RowFormat:
     text_field: str = "text"
     columns: tuple[str, ...] = ()
     passed: tuple[str, ...] = ()
-    kind: Kind = "text"
+    kind: RowKind = "text"
     encoding: str = UTF_8
 
     @property

@@ -39,7 +39,7 @@ MODELS = (STATES, GENERIC, LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Rule:
     """A setting that cannot be combined with any of some others.
 
     why : reason, which continues a sentence that names both.
@@ -54,122 +54,124 @@ class Row:
 
 REFUSED = (
     # How prompts run.
-    Row(CHUNKS, (SINGLE,), "only chains compute slices in chunks", "choose strategy = 'kvr'"),
-    Row(CHUNKS, (STATES,), "its layers pass on one state per slice"),
-    Row(CHUNKS, (GENERIC,), "its attention makes a mask for the whole slice"),
-    Row(TABLE, (PLANNED,), "a table is for chains of one length", "choose another partition"),
-    Row(TENSOR_PARALLEL, (SINGLE,), "it needs a whole model on every rank", "choose strategy = 'kvr'"),
-    Row(
+    Rule(CHUNKS, (SINGLE,), "only chains compute slices in chunks", "choose strategy = 'kvr'"),
+    Rule(CHUNKS, (STATES,), "its layers pass on one state per slice"),
+    Rule(CHUNKS, (GENERIC,), "its attention makes a mask for the whole slice"),
+    Rule(TABLE, (PLANNED,), "a table is for chains of one length", "choose another partition"),
+    Rule(TENSOR_PARALLEL, (SINGLE,), "it needs a whole model on every rank", "choose strategy = 'kvr'"),
+    Rule(
         TENSOR_PARALLEL, (PLANNED,), "plans are for ranks that hold the whole model", "give a number of ranks, or 'all'"
     ),
-    Row(
+    Rule(
         TENSOR_PARALLEL, (TABLE,), "tables are measured on ranks that hold the whole model", "choose another partition"
     ),
-    Row(
+    Rule(
         TENSOR_PARALLEL,
         ("decode.mode",),
         "it distributes heads, which tensor_parallel does already",
         "leave decode.mode out",
     ),
-    Row(
+    Rule(
         TENSOR_PARALLEL,
         ("model.adapter",),
         "an adapter is merged into whole matrices, but a rank of a group loads slices of them",
         "save a merged model and use its folder",
     ),
-    Row(TENSOR_PARALLEL, ("model.trust_remote_code",), "transformers has no plan to split such a model"),
+    Rule(TENSOR_PARALLEL, ("model.trust_remote_code",), "transformers has no plan to split such a model"),
     # Rolling caches.
-    Row(ROLLING, (TENSOR_PARALLEL,), "the ranks of a group hold parts of a model"),
-    Row(ROLLING, (SINGLE,), "only chains of one rank have a rolling cache", "choose strategy = 'kvr'"),
-    Row(ROLLING, (CHAIN_SIZE,), "each rank has a rolling cache and documents of its own", "leave it out"),
-    Row(ROLLING, (TABLE,), "prompts are not cut into slices", "leave it out"),
-    Row(ROLLING, (COMPRESS,), "compression chooses among all tokens of a prompt"),
-    Row(ROLLING, (KV,), "a rolling cache holds only part of a prompt, which cannot be continued later"),
-    Row(ROLLING, (QUESTIONS, REUSE), "they need the whole stored prompt"),
-    Row(
+    Rule(ROLLING, (TENSOR_PARALLEL,), "the ranks of a group hold parts of a model"),
+    Rule(ROLLING, (SINGLE,), "only chains of one rank have a rolling cache", "choose strategy = 'kvr'"),
+    Rule(ROLLING, (CHAIN_SIZE,), "each rank has a rolling cache and documents of its own", "leave it out"),
+    Rule(ROLLING, (TABLE,), "prompts are not cut into slices", "leave it out"),
+    Rule(ROLLING, (COMPRESS,), "compression chooses among all tokens of a prompt"),
+    Rule(ROLLING, (KV,), "a rolling cache holds only part of a prompt, which cannot be continued later"),
+    Rule(ROLLING, (QUESTIONS, REUSE), "they need the whole stored prompt"),
+    Rule(
         ROLLING,
         (REQUESTS, SAMPLES),
         "several answers to one prompt need its tokens, which are dropped while the first is written",
     ),
-    Row(ROLLING, (SCORE,), "tokens of the prompt are dropped while the first continuation is scored"),
+    Rule(ROLLING, (SCORE,), "tokens of the prompt are dropped while the first continuation is scored"),
     # Compression.
-    Row(
+    Rule(
         COMPRESS,
         (SINGLE,),
         "it decodes from transformers' own cache, which is not compressed",
         "choose strategy = 'kvr', which also runs on one rank",
     ),
-    Row(
+    Rule(
         COMPRESS,
         (SHARDED_KV,),
         "each rank of a chain stores its part, but compression chooses among all tokens on one rank",
         "choose output.kv = true, or leave one of the two out",
     ),
-    Row(
+    Rule(
         COMPRESS,
         (QUESTIONS, REUSE),
         "it uses stored keys and values, but compression also needs the queries, which are not stored",
     ),
-    Row(COMPRESS, (SCORE,), "continuations are scored with all keys and values"),
-    Row(COMPRESS, (STATES,), "states cannot be compressed by tokens"),
-    Row(COMPRESS, (GENERIC,), "its keys and values cannot be dropped by head"),
-    Row(
+    Rule(COMPRESS, (SCORE,), "continuations are scored with all keys and values"),
+    Rule(COMPRESS, (STATES,), "states cannot be compressed by tokens"),
+    Rule(COMPRESS, (GENERIC,), "its keys and values cannot be dropped by head"),
+    Rule(
         "compress.observes = 'document'",
         (MESSAGES, REQUESTS),
         "its rows do not say where the document's text is in the prompt",
         "choose observes = 'question'",
     ),
     # Head-parallel decoding.
-    Row(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
-    Row(HEADS, (SHARDED_KV, SHARED_QUESTIONS), "ranks already decode together, each with some of the tokens"),
-    Row(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
-    Row(HEADS, (KV,), "it stores the cache of one rank, but ranks that share heads each hold part of a document"),
+    Rule(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
+    Rule(HEADS, (SHARDED_KV, SHARED_QUESTIONS), "ranks already decode together, each with some of the tokens"),
+    Rule(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
+    Rule(HEADS, (KV,), "it stores the cache of one rank, but ranks that share heads each hold part of a document"),
     # Stored keys and values, and questions about them.
-    Row(
+    Rule(
         SHARDED_KV,
         (SINGLE,),
         "the ranks of a chain store their slices",
         "choose strategy = 'kvr', or output.kv = true",
     ),
-    Row(SHARDED_KV, (QUESTIONS,), "with [questions], each prompt is stored whole", "choose output.kv = true"),
-    Row(SHARED_QUESTIONS, (KV,), "prompts that are spread over several ranks are not stored again"),
-    Row(KV, (STATES,), "states cannot be stored yet", "set output.kv = false"),
-    Row(
+    Rule(SHARDED_KV, (QUESTIONS,), "with [questions], each prompt is stored whole", "choose output.kv = true"),
+    Rule(SHARED_QUESTIONS, (KV,), "prompts that are spread over several ranks are not stored again"),
+    Rule(KV, (STATES,), "states cannot be stored yet", "set output.kv = false"),
+    Rule(
         QUESTIONS,
         (*PROMPT_KEYS, "prompt.chat_template", "prompt.overlap_tokens", "prompt.reduce_template"),
         "the stored prompts are reused up to the end of the document",
         "leave it out, and set questions.template for the text after that",
     ),
-    Row(
+    Rule(
         QUESTIONS,
         (ROWS, "documents.id_field", "documents.text_field", REUSE),
         "they are about the documents of a run, whose prompts are stored",
         "leave it out",
     ),
-    Row(QUESTIONS, (COLUMNS, SCORE_COLUMN), "the documents of a run have no row fields", "leave it out"),
-    Row(
+    Rule(QUESTIONS, (COLUMNS, SCORE_COLUMN), "the documents of a run have no row fields", "leave it out"),
+    Rule(
         QUESTIONS,
         ("documents.shard",),
         "questions.documents selects documents of the run",
         "name the documents in questions.documents",
     ),
-    Row(QUESTIONS, (SINGLE,), "only chains continue stored prompts", "leave strategy out"),
-    Row(QUESTIONS, (TABLE,), "only a question's own tokens are computed", "leave it out"),
-    Row(QUESTIONS, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
+    Rule(QUESTIONS, (SINGLE,), "only chains continue stored prompts", "leave strategy out"),
+    Rule(QUESTIONS, (TABLE,), "only a question's own tokens are computed", "leave it out"),
+    Rule(QUESTIONS, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
     # Several prompts about a document; rows that are prompts.
-    Row(PROMPTS, (REUSE, KV, PLANNED), "it supports only one prompt per document"),
-    Row(ROWS, (*PROMPT_KEYS, "prompt.chat_template = false"), "each row contains its whole prompt", "leave it out"),
-    Row(REQUESTS, ("documents.id_field", "documents.text_field"), "its rows have fixed fields", "leave it out"),
-    Row(ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or leave it out"),
-    Row(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
+    Rule(PROMPTS, (REUSE, KV, PLANNED), "it supports only one prompt per document"),
+    Rule(ROWS, (*PROMPT_KEYS, "prompt.chat_template = false"), "each row contains its whole prompt", "leave it out"),
+    Rule(REQUESTS, ("documents.id_field", "documents.text_field"), "its rows have fixed fields", "leave it out"),
+    Rule(
+        ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or leave it out"
+    ),
+    Rule(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
     # Answers.
-    Row(SAMPLES, (KV,), "it stores the keys of only one answer"),
-    Row(SAMPLES, (SPLIT,), "several answers to one prompt are not supported there yet"),
-    Row(SCORE, (SPLIT, REQUESTS), "scores are not supported there yet"),
-    Row(LOGPROBS, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
-    Row(SCHEMA, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
-    Row(SAMPLES, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
-    Row(
+    Rule(SAMPLES, (KV,), "it stores the keys of only one answer"),
+    Rule(SAMPLES, (SPLIT,), "several answers to one prompt are not supported there yet"),
+    Rule(SCORE, (SPLIT, REQUESTS), "scores are not supported there yet"),
+    Rule(LOGPROBS, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
+    Rule(SCHEMA, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
+    Rule(SAMPLES, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
+    Rule(
         SCHEMA,
         ("generation.stop", "generation.min_new_tokens"),
         "it would end or change an answer where the schema does not",
@@ -177,13 +179,13 @@ REFUSED = (
 )
 # Pairs that are not refused, although the first setting then has no effect; the docs list them.
 NO_EFFECT = (
-    Row(PROMPTS, (SINGLE,), "plain transformers prefills every prompt by itself"),
-    Row(PROMPTS, (LENGTH,), "keys depend on the length of the whole prompt"),
-    Row(PROMPTS, (ROLLING,), "a rolling cache cannot be continued by other prompts"),
-    Row(PROMPTS, (COMPRESS,), "keys and values are compressed differently for each prompt"),
-    Row(REUSE, (SINGLE,), "plain transformers prefills every prompt by itself"),
-    Row(REUSE, (LENGTH,), "keys depend on the length of the whole prompt"),
-    Row(QUESTIONS, (LENGTH,), "keys depend on the length of the whole prompt, so documents are prefilled again"),
+    Rule(PROMPTS, (SINGLE,), "plain transformers prefills every prompt by itself"),
+    Rule(PROMPTS, (LENGTH,), "keys depend on the length of the whole prompt"),
+    Rule(PROMPTS, (ROLLING,), "a rolling cache cannot be continued by other prompts"),
+    Rule(PROMPTS, (COMPRESS,), "keys and values are compressed differently for each prompt"),
+    Rule(REUSE, (SINGLE,), "plain transformers prefills every prompt by itself"),
+    Rule(REUSE, (LENGTH,), "keys depend on the length of the whole prompt"),
+    Rule(QUESTIONS, (LENGTH,), "keys depend on the length of the whole prompt, so documents are prefilled again"),
 )
 
 # Settings that need a function to tell whether a job uses them.
@@ -216,12 +218,12 @@ def refusals(job: JobSpec, model: Collection[str] | None = None) -> list[str]:
     """Describe each pair of settings that cannot be combined, with the reason and the remedy."""
     found: dict[frozenset[str], str] = {}
     # The settings of a job with questions are completed from the run that it asks about, and are not checked again.
-    rows = REFUSED if model is None else [row for row in REFUSED if not {*row.others}.isdisjoint(MODELS)]
-    for row in rows:
-        if (own := setting_of(row.setting, job)) is None:
+    rules = REFUSED if model is None else [rule for rule in REFUSED if not {*rule.others}.isdisjoint(MODELS)]
+    for rule in rules:
+        if (own := setting_of(rule.setting, job)) is None:
             continue
-        for other in _used(row.others, job, model or ()):
-            refusal = f"{other} cannot be combined with {own}: {row.why}; {row.remedy}"
+        for other in _used(rule.others, job, model or ()):
+            refusal = f"{other} cannot be combined with {own}: {rule.why}; {rule.remedy}"
             found.setdefault(frozenset((own, other)), refusal)
     return list(found.values())
 
@@ -260,8 +262,8 @@ def _used(names: Iterable[str], job: JobSpec, model: Collection[str] = ()) -> li
     return [written for name in names if (written := setting_of(name, job, model)) is not None]
 
 
-def _first(rows: Iterable[Row], settings: Collection[str], job: JobSpec, model: Collection[str] = ()) -> str | None:
+def _first(rules: Iterable[Rule], settings: Collection[str], job: JobSpec, model: Collection[str] = ()) -> str | None:
     reasons = (
-        f"{other}: {row.why}" for row in rows if row.setting in settings for other in _used(row.others, job, model)
+        f"{other}: {rule.why}" for rule in rules if rule.setting in settings for other in _used(rule.others, job, model)
     )
     return next(reasons, None)

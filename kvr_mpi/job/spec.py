@@ -11,7 +11,7 @@ from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.plain import AS_GIB, AS_SHARE, AS_TOKENS, Strict
 from kvr_mpi.store.settings import OutputSettings
-from kvr_mpi.transport.choose import Name
+from kvr_mpi.transport.choose import TransportName
 
 EQUAL_TIME, EVEN = "equal_time", "even"
 ChunkTokens = Annotated[int, Field(ge=1), AS_TOKENS] | Literal["auto"]
@@ -168,7 +168,7 @@ class ParallelSection(Strict):
     memory_gib: Annotated[float, Field(gt=0), AS_GIB] | None = Field(
         None, description="maximum memory per rank for prompts, in addition to the weights; default: all free memory"
     )
-    transport: Name = Field(
+    transport: TransportName = Field(
         "auto", description="what carries keys and values between ranks; auto: mpi on CPUs, nccl on GPUs"
     )
 

@@ -302,7 +302,7 @@ class HeadStore:
         return part
 
 
-def held_bytes(stores: Iterable[HeadStore]) -> int:
+def bytes_of_stores(stores: Iterable[HeadStore]) -> int:
     """Bytes of several stores, and of the rows that they share with others; shared memory counts once."""
     held = {id(one): one for store in stores for one in (store, *(rows.owner for rows in store.shared))}
     return sum(one.nbytes for one in held.values())

@@ -16,7 +16,7 @@ import torch
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.route import Range, Route, count_tokens, in_two_groups
+from kvr_mpi.kv.route import Range, Route, in_two_groups, total_tokens
 from kvr_mpi.kv.row import RowLayer
 from kvr_mpi.kv.transfers import LayerTransfers
 from kvr_mpi.model import LayerShape
@@ -248,7 +248,7 @@ class SliceLayer(RowLayer):
                 raise ModelError(f"layer {self.layer_idx}: it was updated twice with the same tokens")
             ranges = self.chunks[self.chunks_done]
             self.chunks_done += 1
-        expected = [(1, heads, count_tokens(ranges), dim) for dim in (self.shape.key_dim, self.shape.value_dim)]
+        expected = [(1, heads, total_tokens(ranges), dim) for dim in (self.shape.key_dim, self.shape.value_dim)]
         if [keys.shape, values.shape] != expected:
             raise ModelError(
                 f"layer {self.layer_idx}: keys and values are {[*map(tuple, (keys.shape, values.shape))]}; expected "

@@ -125,10 +125,10 @@ def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
     """
     coming = [step for step in steps if step.segments]
     joined = [step for step in steps if not step.segments]
-    tokens, seen, group = sum(count_tokens(step.ranges) for step in coming), 0, list[Step]()
+    tokens, seen, group = sum(total_tokens(step.ranges) for step in coming), 0, list[Step]()
     for step in coming:
         group.append(step)
-        before, seen = seen, seen + count_tokens(step.ranges)
+        before, seen = seen, seen + total_tokens(step.ranges)
         if 2 * before < tokens <= 2 * seen or step is coming[-1]:
             segments = tuple(segment for one in group for segment in one.segments)
             joined.append(Step(segments, join_ranges([each for one in group for each in one.ranges])))
@@ -147,6 +147,6 @@ def join_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
-def count_tokens(ranges: Iterable[Range]) -> int:
+def total_tokens(ranges: Iterable[Range]) -> int:
     """Return the number of tokens in ranges."""
     return sum(last - first for first, last in ranges)

@@ -26,7 +26,7 @@ from kvr_mpi.model.tensor_parallel import (
     why_no_plan,
     why_not_by_plan,
 )
-from kvr_mpi.topology import share_of
+from kvr_mpi.topology import even_share
 
 
 def why_not_shared(loaded: LoadedModel) -> str | None:
@@ -90,7 +90,7 @@ class SharedHeads:
         share of the output projection. Logits are for this rank's share of the vocabulary; shares are in rank order.
         """
         features = self._whole.model.layers[0].self_attn.o_proj.in_features
-        self._first_input = 0 if heads is not None else share_of(features, self._rank, self._size)[0]
+        self._first_input = 0 if heads is not None else even_share(features, self._rank, self._size)[0]
         for idx in range(len(self._part.model.layers)):
             mine = None if heads is None else list(heads[idx])
             if idx in self._heads and self._heads[idx] == mine:
@@ -114,7 +114,7 @@ class SharedHeads:
         whole, part, leaf = self._whole.get_submodule(name), self._part.get_submodule(name), name.rpartition(".")[2]
         dim = DIVIDED_DIMS[leaf]
         length = whole.weight.shape[dim]
-        some: Sequence[int] = range(*share_of(length, self._rank, self._size))
+        some: Sequence[int] = range(*even_share(length, self._rank, self._size))
         if heads is not None:
             each = length // self._kv_heads
             some = [feature for head in heads for feature in range(head * each, (head + 1) * each)]

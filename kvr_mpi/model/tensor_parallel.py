@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, ModelError, choices
 from kvr_mpi.model.tp_group import TensorParallelGroup
-from kvr_mpi.topology import KVHeads, share_of
+from kvr_mpi.topology import KVHeads, even_share
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class Part:
     @property
     def own_heads(self) -> tuple[int, int]:
         """Range of query heads."""
-        return share_of(self.heads, self.rank, self.size)
+        return even_share(self.heads, self.rank, self.size)
 
     @property
     def own_kv_heads(self) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class Part:
         elif name in ("k_proj", "v_proj"):
             first, last = self.own_kv_heads
         else:
-            return share_of(length, self.rank, self.size)
+            return even_share(length, self.rank, self.size)
         return first * self.head_dim, last * self.head_dim
 
 
@@ -186,9 +186,9 @@ def part_config(config: Any, part: Part) -> Any:
     mine.num_attention_heads = part.own_heads[1] - part.own_heads[0]
     for name in ("intermediate_size", "moe_intermediate_size"):
         if isinstance(width := getattr(config, name, None), int):
-            first, last = share_of(width, part.rank, part.size)
+            first, last = even_share(width, part.rank, part.size)
             setattr(mine, name, last - first)
-    first, last = share_of(config.vocab_size, part.rank, part.size)
+    first, last = even_share(config.vocab_size, part.rank, part.size)
     mine.vocab_size, mine.pad_token_id = last - first, None
     return mine
 
@@ -265,7 +265,7 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
     model : built from `part_config`.
     config : configuration of the whole model; the part gets its vocabulary size.
     """
-    first, last = share_of(config.vocab_size, tp_group.rank, tp_group.size)
+    first, last = even_share(config.vocab_size, tp_group.rank, tp_group.size)
 
     def gather_logits(head: Any, given: Any, share: torch.Tensor) -> torch.Tensor:
         logits = share.new_zeros(*share.shape[:-1], config.vocab_size)

@@ -1,6 +1,6 @@
 """Comparison of any prefill, and of decoding after it, with plain transformers.
 
-The self-check before every batch, ``kvr verify``, the sweep of architectures and the tests all compare `Answer`s.
+The self-check before every batch, ``kvr verify``, the sweep of architectures and the tests all compare `Continuation`s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, As
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Continuation:
     """The results of a prefill and of decoding after it, copied to the host.
 
     logits : (vocab_size,), after the prompt.
@@ -40,7 +40,7 @@ class Answer:
 
 
 @torch.inference_mode()
-def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) -> Answer:
+def continue_prefill(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) -> Continuation:
     """Copy the results of a prefill, and decode some tokens.
 
     count : number of tokens to decode, greedily.
@@ -53,7 +53,7 @@ def follow(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) 
         tokens.append(given[at] if at < len(given) else int(logits.argmax()))
         logits = run_model(model, torch.tensor([[tokens[-1]]], device=logits.device), prefill.cache)[0]
         steps.append(_copy(logits))
-    return Answer(_copy(prefill.logits), layers, tokens, steps)
+    return Continuation(_copy(prefill.logits), layers, tokens, steps)
 
 
 def copy_layers(cache: Any) -> list[dict[str, torch.Tensor]]:
@@ -96,7 +96,7 @@ def error_share(found: torch.Tensor | None, truth: torch.Tensor | None) -> float
     return math.inf if math.isnan(share) else share
 
 
-def differences(found: Answer, truth: Answer) -> Iterator[tuple[str, float]]:
+def differences(found: Continuation, truth: Continuation) -> Iterator[tuple[str, float]]:
     """Yield the name and `error_share` of everything compared, in the order of computation.
 
     Keys and values are compared for the last tokens that both hold, since a layer with a window may hold no others.

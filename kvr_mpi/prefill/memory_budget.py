@@ -23,7 +23,7 @@ from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.cache import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import Route, count_tokens
+from kvr_mpi.kv.route import Route, total_tokens
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -105,12 +105,12 @@ class Footprint:
         is_decode_rank = route.position == route.decode_position
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
-        computed = count_tokens(route.owned)
+        computed = total_tokens(route.owned)
         kept = (computed + reserved) * sum(layers) if is_spread else 0
         if is_spread or not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
         tokens = route.capacity + (0 if is_spread else reserved)
-        activation_bytes = self.activation_bytes(computed, max(map(count_tokens, route.chunks)))
+        activation_bytes = self.activation_bytes(computed, max(map(total_tokens, route.chunks)))
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_spread or not is_decode_rank:
             return needs

@@ -23,7 +23,7 @@ from kvr_mpi.kv.head_store import HeadStore
 from kvr_mpi.kv.layer import Retain
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute, count_tokens
+from kvr_mpi.kv.route import MakeRoute, total_tokens
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
@@ -232,7 +232,7 @@ def prefill_kvr(
         logits = None
         cache.begin()
         with contextlib.suppress(UnreadError):
-            lengths = [[count_tokens(chunk) for chunk in layer.chunks] for layer in cache.layers]
+            lengths = [[total_tokens(chunk) for chunk in layer.chunks] for layer in cache.layers]
             logits = run_model(loaded.model, row, cache, positions=positions, chunk_lengths=lengths)[0]
         cache.finish()
         return logits
@@ -268,7 +268,7 @@ def prefill_kvr(
         own.close()
     error = None
     if failed:
-        computed = [count_tokens(make(partition, place, known).owned) for place in failed]
+        computed = [total_tokens(make(partition, place, known).owned) for place in failed]
         error = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
     has_logits = cache.is_decode_rank and of_cache.get("stop_after") is None and not failed
     return Prefill(

@@ -20,7 +20,14 @@ from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import FAILURES, Answer, differences, error_share, follow, why_not_the_same
+from kvr_mpi.prefill.exactness import (
+    FAILURES,
+    Continuation,
+    continue_prefill,
+    differences,
+    error_share,
+    why_not_the_same,
+)
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
 from kvr_mpi.prefill.stored_shares import run_shares
@@ -76,7 +83,7 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     return loaded
 
 
-def check_plain(loaded: LoadedModel, ids: Sequence[int] = ()) -> Answer:
+def check_plain(loaded: LoadedModel, ids: Sequence[int] = ()) -> Continuation:
     """Run a few tokens and one more with plain transformers, and leave the model prepared for that.
 
     Some models change for good with their first short prompt: BigBird leaves block-sparse attention. Without this, an
@@ -95,7 +102,7 @@ def check_plain(loaded: LoadedModel, ids: Sequence[int] = ()) -> Answer:
         ) from error
 
 
-def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> LoadedModel:
+def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Continuation) -> LoadedModel:
     """Check chains that replace the model's attention, with the last layer cut if the model supports it."""
     prepare_model(loaded.model, chain=True)
     tokens = len(ids)
@@ -109,7 +116,7 @@ def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Answer) -> L
     return loaded
 
 
-def _compare_all(loaded: LoadedModel, ids: Sequence[int], partitions: Sequence[Partition], truth: Answer) -> None:
+def _compare_all(loaded: LoadedModel, ids: Sequence[int], partitions: Sequence[Partition], truth: Continuation) -> None:
     """Compare some partitions; if one differs, compare all again without our kernels."""
     try:
         for partition in partitions:
@@ -159,7 +166,7 @@ def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
     return why_not_the_same(loaded, run) is None
 
 
-def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: Answer) -> None:
+def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: Continuation) -> None:
     """Run a chain of threads; raise `ModelError` unless its logits, keys and values agree with the reference."""
 
     def run() -> Iterator[tuple[str, float]]:
@@ -174,9 +181,9 @@ def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, trut
         raise ModelError(f"on {len(ids)} tokens of a chain of {partition.size}, {why}")
 
 
-def _follow(loaded: LoadedModel, prefill: Prefill) -> Answer:
+def _follow(loaded: LoadedModel, prefill: Prefill) -> Continuation:
     """Decode one given token after a prefill."""
-    return follow(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
+    return continue_prefill(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
 
 
 def check_chunks(loaded: LoadedModel) -> None:

@@ -19,7 +19,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import Answer, allowed_error, differences, follow
+from kvr_mpi.prefill.exactness import Continuation, allowed_error, continue_prefill, differences
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, why_no_chunks
 from kvr_mpi.transport import Transport, share_json
 
@@ -29,7 +29,7 @@ SHORT_TYPE_FACTOR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Comparison:
     """The comparison of a chain with one process.
 
     slices : how the prompt is cut.
@@ -51,7 +51,7 @@ class Finding:
 
 def verify(
     loaded: LoadedModel, world: Transport, lengths: Sequence[int], seed: int = 0, *, exact: LoadedModel | None = None
-) -> Iterator[Finding]:
+) -> Iterator[Comparison]:
     """Check chains with several partitions at every length; every rank iterates, and gets the same findings.
 
     lengths : prompt lengths in tokens, each at least two for each rank.
@@ -74,9 +74,11 @@ def verify(
             )
             finding = None
             if is_root:
-                finding = asdict(_compare(name, tokens, follow(loaded.model, prefill, NEW_TOKENS), truth, plain))
+                finding = asdict(
+                    _compare(name, tokens, continue_prefill(loaded.model, prefill, NEW_TOKENS), truth, plain)
+                )
             del prefill
-            yield Finding(**share_json(world, finding))
+            yield Comparison(**share_json(world, finding))
 
 
 def _cuts(
@@ -100,19 +102,19 @@ def _cuts(
         yield f"in chunks of {length}", even, length
 
 
-def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Answer:
+def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Continuation:
     prepare_model(loaded.model, chain=False)
-    return follow(loaded.model, prefill_single(loaded.model, ids, loaded.device), NEW_TOKENS)
+    return continue_prefill(loaded.model, prefill_single(loaded.model, ids, loaded.device), NEW_TOKENS)
 
 
-def _compare(name: str, tokens: int, found: Answer, truth: Answer, plain: Answer) -> Finding:
+def _compare(name: str, tokens: int, found: Continuation, truth: Continuation, plain: Continuation) -> Comparison:
     allowed, same_tokens = NOISE, found.tokens == truth.tokens
     if plain is not truth:  # a shorter type or another device: tokens may differ, and so may transformers' own
         allowed, same_tokens = max(NOISE, SHORT_TYPE_FACTOR * max(_errors(plain, truth))), True
-    return Finding(name, tokens, *_errors(found, truth), same_tokens, allowed)
+    return Comparison(name, tokens, *_errors(found, truth), same_tokens, allowed)
 
 
-def _errors(found: Answer, truth: Answer) -> tuple[float, float]:
+def _errors(found: Continuation, truth: Continuation) -> tuple[float, float]:
     """Return the errors of logits, and of keys, values and states (0 if there are none)."""
     (_, logits), *held = differences(replace(found, steps=[]), truth)
     return logits, max((share for _, share in held), default=0.0)

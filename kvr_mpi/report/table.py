@@ -58,7 +58,7 @@ def _short(text: str) -> Text:
     return Text(printable(" ".join(text.split())[:WORDS_CHARS]))
 
 
-def command(program: str | None = None) -> str:
+def kvr_command(program: str | None = None) -> str:
     """Return the command for ``kvr``: its name, or its path if the name resolves to another program."""
     beside = Path(program or sys.argv[0]).with_name("kvr")
     found = shutil.which("kvr")
@@ -90,7 +90,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
     if summary.failed:
         lines += ["\nerrors:", *(f"  {line}" for line in reason_lines(summary.reasons))]
     lines += [f"\nanswers by a {cache}" for cache in caches]
-    kvr, where = command(), shlex.quote(str(result))
+    kvr, where = kvr_command(), shlex.quote(str(result))
     hints = [f"{kvr} inspect {where}", f"{kvr} export {where} --format jsonl"]
     if summary.failed:
         hints.insert(1, f"{kvr} inspect {where} --errors")

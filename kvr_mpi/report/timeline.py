@@ -12,7 +12,7 @@ from kvr_mpi.store.traces import RankTrace, TracedPrompt, TraceHeader
 from kvr_mpi.topology import place_in_group
 from kvr_mpi.trace import Span
 
-Key = tuple[int, int, int, str, int, str, int]
+SpanKey = tuple[int, int, int, str, int, str, int]
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:
     """Combine the ranks' traces of each prompt."""
     run = TracedRun(list(traces))
     error_s = max((trace.clock_error_s for trace in run.traces), default=0.0)
-    lanes: dict[Key, dict[int, Lane]] = defaultdict(dict)
+    lanes: dict[SpanKey, dict[int, Lane]] = defaultdict(dict)
     for trace in run.traces:
         header = trace.header
         of_prompt: dict[int, list[Span]] = defaultdict(list)

@@ -197,7 +197,7 @@ class Split:
         self.texts = split_text(self.prompt_config.tokenizer, frame, ids)
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Documents by number; only the leaders of chains read them."""
 
     corpus: Corpus

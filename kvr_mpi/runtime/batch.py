@@ -34,7 +34,7 @@ from kvr_mpi.preflight.inputs import row_format
 from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.requests.sources import Source, TextSource, error_record
+from kvr_mpi.requests.sources import DocumentSource, TextSource, error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
@@ -63,7 +63,7 @@ from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import check_identity, known_corpus, open_run, read_header_of
+from kvr_mpi.store.run import check_identity, known_corpus, last_header, open_run
 from kvr_mpi.store.states import STATES, StateWriter
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -120,7 +120,7 @@ def _run(
 
     def open_again() -> list[Any] | None:
         """Open the folder of this job's run before weights are loaded; None if it has none, or that of another job."""
-        header = read_header_of(folder) if options.mode in ("resume", "extend") else None
+        header = last_header(folder) if options.mode in ("resume", "extend") else None
         is_same = header is not None and header.identity == identity_of_job(spec, machine)
         return [*open_folder(header), header.identity] if header is not None and is_same else None
 
@@ -178,7 +178,7 @@ def _run(
     ):
         if world.rank == 0:
             meters.begin_answering()
-        source = open_source(prepared, corpus)
+        source = open_documents(prepared, corpus)
         stop.join(counters, None if lock is None else lock.check, ranks.peers)
         sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
         context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
@@ -253,7 +253,7 @@ def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[st
     return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json()
 
 
-def open_source(setup: JobSetup, corpus: Corpus) -> Source:
+def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
     """Open the source of documents and their prompts."""
     if setup.spec.questions is not None:
         return StoredSource(setup, corpus)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvr_mpi.compress.compression import size_of
-from kvr_mpi.decode.group import Entry, Group, held_bytes
+from kvr_mpi.decode.group import BatchEntry, Group, held_bytes
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -99,7 +99,7 @@ class Decoder:
         is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
-    def _deliver(self, answered: Sequence[Entry]) -> None:
+    def _deliver(self, answered: Sequence[BatchEntry]) -> None:
         """Store final answers, and keep those to document parts for the leader."""
         for finished in answered:
             prompt, answer = finished.key, finished.answer

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.sources import Source, Split, error_record
+from kvr_mpi.requests.sources import DocumentSource, Split, error_record
 from kvr_mpi.runtime.decoder import Decoder
-from kvr_mpi.runtime.plan import EndPrefill, Message, Plan
+from kvr_mpi.runtime.plan import ChainMessage, EndPrefill, Plan
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import Stop
@@ -30,7 +30,7 @@ from kvr_mpi.store.record import Record
 class WorkerContext:
     """Objects that a rank uses on every chain it joins; only leaders read from the source."""
 
-    source: Source
+    source: DocumentSource
     sink: ResultSink
     decoder: Decoder
     stop: Stop
@@ -84,7 +84,7 @@ class Leader:
         for key, record in parts:
             self._receive_part(key, record)
 
-    def next_message(self, put_off: int) -> Message:
+    def next_message(self, put_off: int) -> ChainMessage:
         """Decide on the next message to the chain, on which `put_off` prompts of this wave wait for a packed row."""
         while not self._stop.is_over:
             wave_s = time.monotonic() - self._pace.wave_began_s

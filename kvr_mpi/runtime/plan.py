@@ -120,12 +120,12 @@ class EndPrefill:
     goes_on: bool
 
 
-Message = Plan | EndPrefill
+ChainMessage = Plan | EndPrefill
 # Reconstructs a prompt's plan from the result of `Plan.to_wire`, with this rank's objects.
 ReadPlan = Callable[[Prompt, dict[str, Any]], Plan]
 
 
-def share_message(members: Transport, message: Message | None, read_plan: ReadPlan) -> Message:
+def share_message(members: Transport, message: ChainMessage | None, read_plan: ReadPlan) -> ChainMessage:
     """Broadcast the message of the leader, rank 0; raise `AgreementError` if a plan does not match its prompt."""
     header: dict[str, Any] = {}
     ids = b""

@@ -15,7 +15,7 @@ from kvr_mpi.plain import from_plain
 from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Log
 from kvr_mpi.schedule.placement import Order, deal, order_key
-from kvr_mpi.schedule.plan import count_tokens, describe, plan_documents
+from kvr_mpi.schedule.plan import count_tokens, describe_schedule, plan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.topology import Topology
@@ -105,7 +105,7 @@ def _planned(
     numbers = {corpus.entries[number].id: number for number in todo}
     texts = [(name, tokens[name]) for name in numbers]
     plan = plan_documents(prepared.spec, texts, ranks, prepared.forecast())
-    for line in describe(plan):
+    for line in describe_schedule(plan):
         log.root(f"plan: {line}")
     rounds = []
     for length in plan.chain_lengths:

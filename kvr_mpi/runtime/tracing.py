@@ -176,10 +176,8 @@ def _measure_skew(world: Transport, host: str, offset_s: float) -> Skew:
 
 
 def _own_slice(plan: Plan, chain: Transport) -> tuple[int, int]:
-    """Bounds of this rank's slice without known tokens; empty if the rank has two slices (zigzag)."""
+    """Bounds of this rank's slice without known tokens."""
     if plan.partition is None:
         return plan.known_tokens, plan.prompt.tokens
-    if plan.partition.size != chain.size:
-        return 0, 0
     start, stop = plan.bounds_on(chain.rank)
     return max(start, plan.known_tokens), stop

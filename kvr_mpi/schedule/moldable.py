@@ -37,15 +37,15 @@ FEW_PER_RANK, QUARTERS, LONGEST_BETWEEN = 4, (5, 6, 7, 8), 64
 # bits.
 NEVER = 1 << 46
 
-Table = npt.NDArray[np.int64]
+Grid = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Packing:
     """Index of each document's chain length and block, and the row of the document that ends last."""
 
-    columns: Table
-    blocks: Table
+    columns: Grid
+    blocks: Grid
     makespan: int
     area: int
     last: int
@@ -66,7 +66,7 @@ def chain_lengths(ranks: int, documents: int) -> list[int]:
     return sorted(found)
 
 
-def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Plan:
+def pack(times: Grid, columns: Grid, lengths: Sequence[int], ranks: int) -> Packing:
     """Place documents on the block that is free first: longest chains first, then longest documents.
 
     If a length does not divide the number of ranks, the remaining ranks only take part in shorter chains.
@@ -93,12 +93,12 @@ def pack(times: Table, columns: Table, lengths: Sequence[int], ranks: int) -> Pl
             last[block * length : (block + 1) * length] = row
     makespan = int(free.max())
     area = int((took * np.array(lengths)[columns]).sum())
-    return Plan(columns, blocks, makespan, area, int(last[int(free.argmax())]))
+    return Packing(columns, blocks, makespan, area, int(last[int(free.argmax())]))
 
 
 def fixed_plans(
-    documents: Sequence[tuple[str, int]], times: Table, lengths: Sequence[int], ranks: int
-) -> dict[int, Plan]:
+    documents: Sequence[tuple[str, int]], times: Grid, lengths: Sequence[int], ranks: int
+) -> dict[int, Packing]:
     """Plans with chains of one length, for each that divides `ranks`; a shorter prompt runs on the last rank alone."""
     plans = {}
     for column, length in enumerate(lengths):
@@ -113,7 +113,7 @@ def fixed_plans(
     return plans
 
 
-def moldable_plans(times: Table, lengths: Sequence[int], ranks: int) -> list[Plan]:
+def moldable_plans(times: Grid, lengths: Sequence[int], ranks: int) -> list[Packing]:
     """Find two good plans with mixed lengths: from the best deadline, and from the cheapest lengths."""
     if not len(times):
         return []
@@ -126,21 +126,21 @@ def moldable_plans(times: Table, lengths: Sequence[int], ranks: int) -> list[Pla
     return [_climb(start, times, lengths, ranks, trials) for start in (best, cheapest)]
 
 
-def _areas(times: Table, lengths: Table) -> Table:
+def _areas(times: Grid, lengths: Grid) -> Grid:
     """Rank time of every document for every chain length."""
-    areas: Table = np.where(times < NEVER, times * lengths, NEVER * int(lengths[-1]))
+    areas: Grid = np.where(times < NEVER, times * lengths, NEVER * int(lengths[-1]))
     return areas
 
 
-def _allot(times: Table, areas: Table, deadline: int) -> Table:
+def _allot(times: Grid, areas: Grid, deadline: int) -> Grid:
     """Choose for each document the cheapest length that meets the deadline, or the fastest if none does."""
     in_time = times <= deadline
     cheapest = np.where(in_time, areas, np.iinfo(np.int64).max).argmin(axis=1)
-    columns: Table = np.where(in_time.any(axis=1), cheapest, times.argmin(axis=1))
+    columns: Grid = np.where(in_time.any(axis=1), cheapest, times.argmin(axis=1))
     return columns
 
 
-def _deadlines(times: Table, areas: Table, ranks: int, count: int) -> list[int]:
+def _deadlines(times: Grid, areas: Grid, ranks: int, count: int) -> list[int]:
     """Deadlines at which the choice of a chain length can change."""
     target = max(int(areas.min(axis=1).sum()) // ranks, int(times.min(axis=1).max()))
     worth = np.unique(times[(times >= target // 32) & (times <= 2 * target)])
@@ -149,7 +149,7 @@ def _deadlines(times: Table, areas: Table, ranks: int, count: int) -> list[int]:
     return [*worth.tolist(), 2 * target]
 
 
-def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: int) -> Plan:
+def _climb(plan: Packing, times: Grid, lengths: Sequence[int], ranks: int, steps: int) -> Packing:
     """Repeatedly move the document that ends last to a longer, faster chain; return the best plan found."""
     best = plan
     for _ in range(steps):
@@ -164,7 +164,7 @@ def _climb(plan: Plan, times: Table, lengths: Sequence[int], ranks: int, steps: 
     return best
 
 
-def lower_bound(times: Table, lengths: Table, ranks: int) -> int:
+def lower_bound(times: Grid, lengths: Grid, ranks: int) -> int:
     """Return the smallest deadline whose allotment is feasible."""
     if not len(times):
         return 0

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import ConfigError, counted
-from kvr_mpi.schedule.moldable import NEVER, Plan, Table, chain_lengths, fixed_plans, lower_bound, moldable_plans
+from kvr_mpi.schedule.moldable import NEVER, Grid, Packing, chain_lengths, fixed_plans, lower_bound, moldable_plans
 
 Order = Literal["longest", "shortest", "given"]
 
@@ -85,15 +85,20 @@ class _Choice:
     later : factor by which the batch would end later with that limit; None if the plan respects it.
     """
 
-    plan: Plan
-    times: Table
+    plan: Packing
+    times: Grid
     shares: npt.NDArray[np.float64]
     limit: float = 0.0
     later: float | None = None
 
 
 def schedule(
-    documents: Sequence[tuple[str, int]], ranks: int, seconds: Seconds, fits: Fits, *, min_efficiency: float = 0.0
+    documents: Sequence[tuple[str, int]],
+    ranks: int,
+    seconds: PredictSeconds,
+    fits: Fits,
+    *,
+    min_efficiency: float = 0.0,
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
@@ -133,7 +138,9 @@ def schedule(
     )
 
 
-def _choose(fixed: dict[int, Plan], times: Table, lengths: Sequence[int], ranks: int, min_efficiency: float) -> _Choice:
+def _choose(
+    fixed: dict[int, Packing], times: Grid, lengths: Sequence[int], ranks: int, min_efficiency: float
+) -> _Choice:
     """Choose the plan that ends earliest, or one without chains, or an efficient one, that ends only slightly later."""
     soonest = min([*fixed.values(), *moldable_plans(times, lengths, ranks)], key=lambda plan: plan.cost)
     areas = times * np.array(lengths)
@@ -232,14 +239,14 @@ def deal(todo: Sequence[tuple[int, int]], chains: int) -> list[set[int]]:
     return shares
 
 
-Seconds = Callable[[int, int], float]
+PredictSeconds = Callable[[int, int], float]
 Fits = Callable[[int, int], bool]
 
 # Costs are computed at this many lengths per octave and interpolated with parabolas, since attention is quadratic.
 SAMPLES_PER_OCTAVE = 4
 
 
-def sampled(seconds: Seconds) -> Seconds:
+def sampled(seconds: PredictSeconds) -> PredictSeconds:
     """Evaluate an expensive smooth function at a few lengths only, and interpolate with parabolas."""
     known: dict[tuple[int, int], float] = {}
 
@@ -260,7 +267,7 @@ def sampled(seconds: Seconds) -> Seconds:
     return between
 
 
-def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Seconds, fits: Fits) -> Table:
+def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: PredictSeconds, fits: Fits) -> Grid:
     """Microseconds of every document (row) for every chain length (column); `NEVER` where it is impossible."""
     distinct = sorted(set(tokens))
     rows = {count: row for row, count in enumerate(distinct)}

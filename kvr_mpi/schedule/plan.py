@@ -83,7 +83,7 @@ def two_parts(
     return scale * found[0], scale * (found[1] - found[0])
 
 
-def describe(plan: Schedule) -> list[str]:
+def describe_schedule(plan: Schedule) -> list[str]:
     """Describe a schedule and its alternatives in a few lines."""
     counts = Counter(place.ranks for place in plan.placements if place.tokens)
     shares = [

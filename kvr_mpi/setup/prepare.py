@@ -53,7 +53,7 @@ from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, warn_of_hosts
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import load_on_all, silent
-from kvr_mpi.setup.rates import costs_of, describe_rates, table_of
+from kvr_mpi.setup.rates import describe_rates, measured_costs, table_of
 from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
 from kvr_mpi.stored.reuse import find_beginnings
@@ -124,7 +124,7 @@ def prepare(
     extent_bytes = int(EXTENT_SHARE * free_bytes[ranks.lane.rank])
     arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=extent_bytes) if in_pages else None
     is_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
-    costs = costs_of(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
+    costs = measured_costs(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
     rates: list[Rates] = []
     if spec.parallel.partition == EQUAL_TIME and costs is not None:
         rates = costs.rates(ranks.lane.size)

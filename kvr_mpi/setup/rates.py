@@ -13,7 +13,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.transport import Transport, together
-from kvr_mpi.tuning.identity import key_of
+from kvr_mpi.tuning.identity import table_key
 from kvr_mpi.tuning.lookup import describe_range, find_table
 from kvr_mpi.tuning.measure import measure_costs, measure_rates
 from kvr_mpi.tuning.table import Table
@@ -22,7 +22,7 @@ SAME_RATES_WITHIN = 1.5  # rates that differ by a larger factor come from anothe
 SLICES_LOSE = 0.05  # slices that take longer than the best ones by this fraction are worth another search
 
 
-def costs_of(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
+def measured_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
     """Measure ranks and links."""
     say("measuring ranks and links for the plan")
     costs = measure_costs(loaded, world)
@@ -49,7 +49,7 @@ def table_of(
     parallel = spec.parallel
     if parallel.table is None or chain.size == 1:
         return None
-    here, path = key_of(loaded, chain), Path(parallel.table)
+    here, path = table_key(loaded, chain), Path(parallel.table)
     table = together(world, lambda: find_table(path, here))
     say(f"slices from the table of {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
     rates = measure_rates(loaded, lane)[lane.rank - chain.rank :][: chain.size]

@@ -94,11 +94,11 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
 
     `open_run` checks those that depend on the model (`OF_MODEL`). Raises `OutputError`, which says what differs.
     """
-    if (header := read_header_of(folder)) is not None:
+    if (header := last_header(folder)) is not None:
         check_identity(folder, {key: header.identity[key] for key in header.identity.keys() - OF_MODEL}, identity)
 
 
-def read_header_of(folder: Path) -> Header | None:
+def last_header(folder: Path) -> Header | None:
     """Read a run's latest header; None if there is none, or only damaged ones, which `open_run` sets aside."""
     with contextlib.suppress(DataError, OSError):
         return read_run_header(folder)

@@ -34,7 +34,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[str, ...]]
     return tuple(dict.fromkeys(found)), tuple(_missing(found)) if several else ()
 
 
-def read_header_of(paths: Sequence[Path]) -> Header:
+def common_header(paths: Sequence[Path]) -> Header:
     """Read the header of runs; runs without results have none.
 
     Raises `DataError` if no run has results, or the runs belong to different jobs; the message says what differs.

@@ -52,7 +52,7 @@ def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int
 
             tensors["token_ids"] = torch.tensor(whose.ids)
             about["text"] = list(whose.text)
-        file = folder / file_name(key_of(name))
+        file = folder / tensors_file(key_of(name))
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")
         with rewriting(file) as part:
@@ -62,7 +62,7 @@ def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int
     return count
 
 
-def file_name(key: str) -> str:
+def tensors_file(key: str) -> str:
     """Return a document's file name; a long one is cut and gets a checksum.
 
     In a key, two hexadecimal digits follow every ``%``, so no other document's name contains ``%-``.

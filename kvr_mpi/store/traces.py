@@ -37,7 +37,7 @@ from kvr_mpi.errors import DataError, Say
 from kvr_mpi.plain import Amount, Count, read_plain
 from kvr_mpi.store.log import write_all
 from kvr_mpi.topology import in_lane_of, rank_name
-from kvr_mpi.trace import Kind, Recorder, Span
+from kvr_mpi.trace import Recorder, Span, SpanKind
 
 TRACES = "trace"
 HEADER, VERSION = "kvr_trace", 2
@@ -45,7 +45,7 @@ FLUSH_S = 2.0  # interval between writes
 # Maximum size of a run's traces, over all ranks and resumed jobs, and thus of a file.
 TRACE_BYTES = FILE_BYTES = 256 << 20
 # Timeline row of each kind of span; kinds whose spans may overlap get up to LANES rows.
-ROWS: dict[Kind, int] = {
+ROWS: dict[SpanKind, int] = {
     "prefill": 1,
     "layer": 1,
     "wait": 1,
@@ -94,7 +94,7 @@ class TracedPrompt:
 
     what : ``prompt``; ``shared``: the common prefix of several prompts; ``packed``: short prompts in one row.
     tokens : of the prompt, or of all prompts in the row.
-    start, stop : this rank's slice; equal: it has none, or several ranges.
+    start, stop : this rank's slice.
     first_rank, ranks : first rank of the chain in the job, and its number of ranks; groups with tensor parallelism.
     decode_rank : rank of the chain that decodes.
     predicted_s : this rank's compute time predicted from its rates; 0: not known.

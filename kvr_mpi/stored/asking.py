@@ -16,7 +16,7 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
 from kvr_mpi.store.lock import is_alive
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.shares import find_runs, read_header_of
+from kvr_mpi.store.shares import common_header, find_runs
 
 # Settings that determine a stored prompt up to the end of its document's text.
 MADE_BY = ("template", "system", "chat_template")
@@ -75,7 +75,7 @@ def stored_header(key: str, paths: Sequence[str]) -> Header:
         if path.is_dir() and is_alive(path):
             raise OutputError(f"{key} {str(path)!r} is being written by a running job: wait until it has ended")
     try:
-        return read_header_of(runs)
+        return common_header(runs)
     except DataError as error:
         raise DataError(f"{key} {list(paths)}: {error}") from error
 

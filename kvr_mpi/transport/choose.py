@@ -22,8 +22,8 @@ from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 if TYPE_CHECKING:
     import torch
 
-Name = Literal["auto", "mpi", "staged", "nccl", "local"]
-NAMES: tuple[Name, ...] = get_args(Name)
+TransportName = Literal["auto", "mpi", "staged", "nccl", "local"]
+NAMES: tuple[TransportName, ...] = get_args(TransportName)
 
 WARM_UP_BYTES = 1 << 20
 # Streams that torch has for NCCL on a GPU. Each peer takes one per direction. Beyond that, peers share streams, and a
@@ -47,7 +47,7 @@ class _View:
 
 def open_transport(
     world: Transport,
-    wanted: Name,
+    wanted: TransportName,
     device: torch.device,
     *,
     environ: Mapping[str, str] = os.environ,
@@ -74,7 +74,7 @@ def open_transport(
     return transport, f"transport: {name}: {why}"
 
 
-def choose(wanted: Name, views: Sequence[_View], *, in_processes: bool) -> tuple[Name, str]:
+def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool) -> tuple[TransportName, str]:
     """Choose the transport; the result is the same on every rank.
 
     Raises `TransportError` if the requested transport is impossible here.

@@ -23,8 +23,8 @@ PING, STOP = 0, -1
 ROUNDS = 10
 
 # Waits for a request, given a description for errors; may raise a timeout.
-Wait = Callable[[Request, str], None]
-Clock = Callable[[], float]
+WaitForRequest = Callable[[Request, str], None]
+ReadClock = Callable[[], float]
 
 
 def wait_on_host(request: Request, who: str) -> None:
@@ -49,7 +49,7 @@ class Effort:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """The measured link to the next rank; `intact` is True if all data arrived unchanged."""
 
     latency_s: float
@@ -61,8 +61,8 @@ def measure_links(
     transport: Transport,
     device: torch.device,
     effort: Effort = Effort(),
-    wait: Wait = wait_on_host,
-) -> Link | None:
+    wait: WaitForRequest = wait_on_host,
+) -> MeasuredLink | None:
     """Measure this rank's two links with tensors on `device`; every rank calls this.
 
     Returns the link to the next rank; None on the last rank.
@@ -76,7 +76,7 @@ def measure_links(
     return link
 
 
-def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Wait) -> Link:
+def _ask(transport: Transport, device: torch.device, effort: Effort, wait: WaitForRequest) -> MeasuredLink:
     import torch
 
     peer, who = transport.rank + 1, f"an answer of rank {transport.rank + 1}"
@@ -107,10 +107,10 @@ def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Wait)
     while (taken_s := seconds_of(pattern(size, transport.rank).to(device))) < effort.long_s and size < effort.max_bytes:
         size = min(8 * size, effort.max_bytes)
     seconds(word.fill_(STOP))
-    return Link(latency_s, size / max(taken_s - 2 * latency_s, 1e-9), intact)
+    return MeasuredLink(latency_s, size / max(taken_s - 2 * latency_s, 1e-9), intact)
 
 
-def _answer(transport: Transport, device: torch.device, wait: Wait) -> None:
+def _answer(transport: Transport, device: torch.device, wait: WaitForRequest) -> None:
     """Respond to the measurements of the previous rank."""
     import torch
 
@@ -155,7 +155,9 @@ class Skew:
     error_s: float
 
 
-def measure_skews(transport: Transport, ranks: Sequence[int], wait: Wait, clock: Clock = time.time) -> dict[int, Skew]:
+def measure_skews(
+    transport: Transport, ranks: Sequence[int], wait: WaitForRequest, clock: ReadClock = time.time
+) -> dict[int, Skew]:
     """Estimate the clock offsets of some ranks on rank 0; every rank calls this.
 
     The shortest of several round trips counts; the answer is assumed to be in its middle. `clock` returns seconds.

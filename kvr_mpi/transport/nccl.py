@@ -89,7 +89,7 @@ class _Groups:
     def __init__(self, control: Transport, device: torch.device) -> None:
         import torch
 
-        self.rank, self.device_type, self._store = control.rank, device.type, meet(control)
+        self.rank, self.device_type, self._store = control.rank, device.type, connect_store(control)
         self.up, self.down = (_make(self._store, name, control.rank, control.size) for name in ("up", "down"))
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.under_way: deque[_GpuWork] = deque()
@@ -218,7 +218,7 @@ def open_nccl(control: Transport, device: torch.device) -> NcclTransport:
     return NcclTransport(control, _Groups(control, device), range(control.size))
 
 
-def meet(control: Transport) -> Any:
+def connect_store(control: Transport) -> Any:
     """Open a store on rank 0 and connect the other ranks to it; the control transport distributes its address."""
     dist = _distributed()
 

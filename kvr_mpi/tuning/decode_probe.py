@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
-from kvr_mpi.decode.head_parallel import HeadGroup, Place
+from kvr_mpi.decode.head_parallel import HeadGroup, PlaceHeads
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.head_store import HeadStore
@@ -41,7 +41,7 @@ LONG_DOCUMENTS, LONG_TOKENS = 2, 1024
 ATTENTION_REPEATS = 5
 
 
-def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: Place) -> tuple[float, float]:
+def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: PlaceHeads) -> tuple[float, float]:
     """Measure a step of short documents in both modes; every rank of the chain calls this and gets the same result.
 
     Returns the median seconds of the slowest rank: data-parallel and head-parallel.

@@ -17,7 +17,7 @@ import xxhash
 from kvr_mpi.errors import counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.transport import Transport, gather_json, share_json
-from kvr_mpi.tuning.table import Key, ModelIdentity, Provenance
+from kvr_mpi.tuning.table import ModelIdentity, Provenance, TableKey
 
 LIBRARIES = ("kvr-mpi", "torch", "transformers", "mpi4py")
 CPUINFO = Path("/proc/cpuinfo")
@@ -28,10 +28,10 @@ RESTRICTING = (
 )
 
 
-def key_of(loaded: LoadedModel, chain: Transport) -> Key:
+def table_key(loaded: LoadedModel, chain: Transport) -> TableKey:
     """Return the key of a table measured on these ranks; every rank calls this and gets the same key."""
     device = devices_of(loaded, chain)
-    return Key(
+    return TableKey(
         model=model_identity(loaded),
         dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]
         hardware=re.sub(r"[^A-Za-z0-9.]+", "-", device).strip("-.")[:60].strip("-.") or "unknown",

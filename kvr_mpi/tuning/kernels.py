@@ -35,16 +35,16 @@ from kvr_mpi.model.products import LAYOUTS, find_products, give_products, narrow
 from kvr_mpi.plain import Strict
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
+from kvr_mpi.tuning.candidates import (
+    TURNS_ROWS,
+    Candidates,
+    Compute,
+    attention_candidates,
+    attention_name,
+    product_candidates,
+)
 from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
 from kvr_mpi.tuning.identity import processor_key
-from kvr_mpi.tuning.pieces import (
-    TURNS_ROWS,
-    Compute,
-    Piece,
-    attention_name,
-    attention_pieces,
-    product_pieces,
-)
 
 # Minimum speed-up for choosing an implementation; and, at some number of rows, for a second copy of weights.
 LEAST_GAIN, LEAST_COPY_GAIN = 1.03, 1.1
@@ -93,22 +93,22 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
     with torch.inference_mode():
         room = COPY_SHARE * free_bytes
         narrowed = {} if attention is None else narrow_weights(loaded.model, attention, room)
-        pieces = [
-            *product_pieces(loaded.model, room, attention, narrowed),
-            *attention_pieces(loaded, attention),
+        kinds = [
+            *product_candidates(loaded.model, room, attention, narrowed),
+            *attention_candidates(loaded, attention),
         ]
-        holds_for = _holds_for(pieces, attention)
+        holds_for = _holds_for(kinds, attention)
         key = xxhash.xxh3_64_hexdigest(holds_for.encode())
         file = cache_dir / "kernels" / f"{key}.json"
-        known = _read(file, holds_for, pieces)
+        known = _read(file, holds_for, kinds)
         is_known = known is not None and known.is_final
         if not is_known:
             again = "" if known is None else "; again, since other programs ran during the last measurement"
             say(f"choosing CPU kernels: measuring which are fastest (kept for later jobs){again}")
-        alike = [socket.gethostname(), key]  # of all ranks with the same pieces on the same host
+        alike = [socket.gethostname(), key]  # of all ranks with the same kinds on the same host
         here = [rank for rank, view in enumerate(share_json(world, gather_json(world, alike))) if view == alike]
         half = slice(here.index(world.rank) % 2, None, 2) if len(here) > 1 else slice(None)
-        mine = together(world, partial(_known_or_measured, known, pieces[half]))
+        mine = together(world, partial(_known_or_measured, known, kinds[half]))
         views = share_json(world, gather_json(world, mine))
         gains, share = _middle([views[rank][0] for rank in here]), min(views[rank][1] for rank in here)
         for name, way in _wrong_ways(gains):
@@ -118,7 +118,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
     say(Detail(f"kernels: {chosen or 'those of torch'}"))
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
-    del pieces
+    del kinds
     if not is_known and world.local_rank == 0:
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
@@ -148,7 +148,7 @@ def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
             say(Detail(f"FlashAttention 3 is not used: {why3}"))
 
 
-def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Gains, float]:
+def _known_or_measured(known: _Kept | None, kinds: Sequence[Candidates]) -> tuple[Gains, float]:
     """Return this rank's speed-ups and its share of processor time; cached ones if their share is larger.
 
     The ranks of a host may see different cache files; `_middle` makes their choice the same.
@@ -156,7 +156,7 @@ def _known_or_measured(known: _Kept | None, pieces: Sequence[Piece]) -> tuple[Ga
     if known is not None and known.is_final:
         return known.gains, known.busy_share
     began_s, ran_s = time.perf_counter(), time.thread_time()
-    gains = measure_gains(pieces)
+    gains = measure_gains(kinds)
     share = (time.thread_time() - ran_s) / (time.perf_counter() - began_s)
     if known is not None and known.busy_share > share:
         wrong = {(name, way): [0.0] * len(ROWS) for name, way in _wrong_ways(gains)}
@@ -185,33 +185,33 @@ def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, Narro
     }
 
 
-def measure_gains(pieces: Sequence[Piece]) -> Gains:
-    """Time every implementation of every piece, alternating with torch's.
+def measure_gains(kinds: Sequence[Candidates]) -> Gains:
+    """Time every implementation of every kind, alternating with torch's.
 
     A speed-up is 0 at row counts that would take too long, and at all of them if the results are wrong at any.
     """
     gains: Gains = {}
-    for piece in pieces:
-        calls = {way: make() for way, make in piece.ways.items()}
+    for kind in kinds:
+        calls = {way: make() for way, make in kind.ways.items()}
         taken_s, rows = 0.0, [{way: 0.0 for way in calls} for _ in ROWS]
         for at, count in enumerate(ROWS):
             if taken_s * count < MOST_CALL_S:
-                rows[at] = _gains_of(piece, calls, count)
+                rows[at] = _gains_of(kind, calls, count)
                 taken_s = rows[at][PLAIN] / count
-        right = _right_ways(piece, calls)
-        gains[piece.name] = {
+        right = _right_ways(kind, calls)
+        gains[kind.name] = {
             way: [row[way] for row in rows] if way in right else [0.0] * len(ROWS) for way in calls if way != PLAIN
         }
     return gains
 
 
-def _gains_of(piece: Piece, calls: Mapping[str, Sequence[Compute]], count: int) -> dict[str, float]:
+def _gains_of(kind: Candidates, calls: Mapping[str, Sequence[Compute]], count: int) -> dict[str, float]:
     """Return the speed-up of each implementation at a number of rows; for `PLAIN` the best time in seconds."""
-    rows = piece.rows(count)
+    rows = kind.rows(count)
     turns = {
         way: each if count <= TURNS_ROWS else each[:1]
         for way, each in calls.items()
-        if count <= piece.most_rows.get(way, count)
+        if count <= kind.most_rows.get(way, count)
     }
     once = {way: _seconds(each, rows, 1) for way, each in turns.items()}
     repeats = max(1, min(100, int(SAMPLE_S / max(min(once.values()), 1e-6))))
@@ -224,15 +224,15 @@ def _gains_of(piece: Piece, calls: Mapping[str, Sequence[Compute]], count: int) 
     return dict.fromkeys(calls, 1.0) | gains | {PLAIN: min(plain) / repeats / len(turns[PLAIN])}
 
 
-def _right_ways(piece: Piece, calls: Mapping[str, Sequence[Compute]]) -> set[str]:
+def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]]) -> set[str]:
     """Return the implementations that give torch's results at all `COMPARED_ROWS` at which they may be used."""
     right = {*calls}
-    for rows in map(piece.rows, COMPARED_ROWS):
+    for rows in map(kind.rows, COMPARED_ROWS):
         truth = calls[PLAIN][0](rows)
         right -= {
             way
             for way in right - {PLAIN}
-            if len(rows) <= piece.most_rows.get(way, len(rows)) and not is_same(truth, calls[way][0](rows))
+            if len(rows) <= kind.most_rows.get(way, len(rows)) and not is_same(truth, calls[way][0](rows))
         }
     return right
 
@@ -246,7 +246,7 @@ def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> floa
 
 
 def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room: float) -> dict[str, Ways]:
-    """Choose each piece's implementation at each number of rows; omit pieces for which torch is always chosen.
+    """Choose each kind's implementation at each number of rows; omit kinds for which torch is always chosen.
 
     copy_bytes : bytes of a second copy of the weights, by shape and by the implementation that reads it.
     room : bytes available for copies; the shapes that gain most come first.
@@ -293,7 +293,7 @@ def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
 
 
 def _middle(found: Sequence[Gains]) -> Gains:
-    """Return the median over a host's ranks, each of which measured some of the pieces; 0 where any of them has 0."""
+    """Return the median over a host's ranks, each of which measured some of the kinds; 0 where any of them has 0."""
     rows: dict[str, dict[str, list[list[float]]]] = {}
     for name, ways in (item for gains in found for item in gains.items()):
         for way, row in ways.items():
@@ -307,25 +307,25 @@ def _middle(found: Sequence[Gains]) -> Gains:
 
 
 def _wrong_ways(gains: Gains) -> list[tuple[str, str]]:
-    """List pieces and their implementations that gave wrong results."""
+    """List kinds and their implementations that gave wrong results."""
     return [(name, way) for name, ways in gains.items() for way, row in ways.items() if not any(row)]
 
 
-def _holds_for(pieces: Sequence[Piece], attention: KernelLibrary | None) -> str:
+def _holds_for(kinds: Sequence[Candidates], attention: KernelLibrary | None) -> str:
     """Return a text with everything that a measurement, and whether results are right, depends on."""
     of_ours = "" if attention is None else f", attention {attention.identity}"
-    what = sorted(f"{piece.name} {piece.dtype} {'/'.join(piece.ways)}" for piece in pieces)
+    what = sorted(f"{kind.name} {kind.dtype} {'/'.join(kind.ways)}" for kind in kinds)
     build = f"torch {torch.__version__} {xxhash.xxh3_64_hexdigest(torch.__config__.show().encode())}"
     return f"{processor_key()}, {torch.get_num_threads()} threads, compared with {build}{of_ours}: {'; '.join(what)}"
 
 
-def _read(file: Path, holds_for: str, pieces: Sequence[Piece]) -> _Kept | None:
-    """Read a cached measurement; None if there is none for these pieces."""
+def _read(file: Path, holds_for: str, kinds: Sequence[Candidates]) -> _Kept | None:
+    """Read a cached measurement; None if there is none for these kinds."""
     try:
         kept = _Kept.model_validate_json(read_regular(file, MOST_FILE_BYTES))
     except (OSError, ValidationError):
         return None
-    expected = {piece.name: set(piece.ways) - {PLAIN} for piece in pieces}
+    expected = {kind.name: set(kind.ways) - {PLAIN} for kind in kinds}
     same = {name: set(ways) for name, ways in kept.gains.items()} == expected
     whole = all(len(row) == len(ROWS) for ways in kept.gains.values() for row in ways.values())
     return kept if same and whole and kept.holds_for == holds_for and kept.rows == list(ROWS) else None

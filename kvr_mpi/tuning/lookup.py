@@ -12,7 +12,7 @@ from pathlib import Path
 from kvr_mpi.costs.costmodel import best_split
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.table import Key, ModelIdentity, Table, load_tables
+from kvr_mpi.tuning.table import ModelIdentity, Table, TableKey, load_tables
 
 REMEDY = "Start as many ranks as a table is for, or name one that kvr search has made here in parallel.partition"
 
@@ -57,7 +57,7 @@ def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) ->
 
     Raises `ConfigError`, which lists the differences, if no table fits.
 
-    here : some fields of a `Key`, by name. Models are compared by fingerprint, machines by `device`, not by the name
+    here : some fields of a `TableKey`, by name. Models are compared by fingerprint, machines by `device`, not by
         `hardware`.
     remedy : what to do if no table fits.
     """
@@ -69,7 +69,7 @@ def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) ->
     return fitting
 
 
-def find_table(path: Path, here: Key) -> Table:
+def find_table(path: Path, here: TableKey) -> Table:
     """Load the only table that fits these ranks; raise `ConfigError` if none fits, or several do."""
     fitting = find_tables(path, {name: getattr(here, name) for name in ("model", "dtype", "device", "ranks")})
     if len(fitting) > 1:
@@ -80,7 +80,7 @@ def find_table(path: Path, here: Key) -> Table:
     return next(iter(fitting.values()))
 
 
-def _differences(table: Key, here: Mapping[str, object]) -> list[str]:
+def _differences(table: TableKey, here: Mapping[str, object]) -> list[str]:
     """Describe how a table's key differs from what is known here."""
     return [
         f"{name} is {_shown(getattr(table, name))}, here it is {_shown(ours)}"

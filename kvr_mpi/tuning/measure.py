@@ -1,8 +1,8 @@
 """Measures the parameters of the cost model, and runs single instrumented prefills.
 
 `measure_costs` makes a first estimate of all rates within seconds. `observe` runs one prompt with one partition and
-returns what every rank did. Measuring is collective, but only rank 0 decides what to run and the others `follow`, so
-that rounding errors cannot make ranks diverge.
+returns what every rank did. Measuring is collective, but only rank 0 decides what to run and the others take part
+(`follow_measurements`), so that rounding errors cannot make ranks diverge.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Observation:
     wait_s: tuple[float, ...]
 
 
-Run = Callable[[Partition], Observation]
+RunSlices = Callable[[Partition], Observation]
 
 
 def observe(loaded: LoadedModel, chain: Transport, partition: Partition) -> Observation:
@@ -79,7 +79,7 @@ def undisturbed_seconds(busy_s: float, layer_times_s: Sequence[float], kinds: Se
 
 
 @contextmanager
-def leading(loaded: LoadedModel, chain: Transport) -> Iterator[Run]:
+def leading(loaded: LoadedModel, chain: Transport) -> Iterator[RunSlices]:
     """On rank 0: yield a function that observes a partition on all ranks; at the end, let the other ranks return."""
 
     def run(partition: Partition) -> Observation:
@@ -90,7 +90,7 @@ def leading(loaded: LoadedModel, chain: Transport) -> Iterator[Run]:
     share_json(chain, None)  # not after an exception, which ends all ranks
 
 
-def follow(loaded: LoadedModel, chain: Transport) -> None:
+def follow_measurements(loaded: LoadedModel, chain: Transport) -> None:
     """On the other ranks: take part in rank 0's measurements until it has finished."""
     while (bounds := share_json(chain, None)) is not None:
         observe(loaded, chain, Partition(tuple(bounds)))

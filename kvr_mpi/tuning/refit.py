@@ -20,7 +20,7 @@ from kvr_mpi.costs.events import busy_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import DataError, Say, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
-from kvr_mpi.tuning.measure import Observation, Run
+from kvr_mpi.tuning.measure import Observation, RunSlices
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class Refit:
     forecasts_s: dict[Partition, float] = field(default_factory=dict)
     runs: int = 0
 
-    def run(self, split: Partition, predicted_s: float, run: Run, say: Say) -> Observation:
+    def run(self, split: Partition, predicted_s: float, run: RunSlices, say: Say) -> Observation:
         """Run a split, repeated if it was disturbed, and record it."""
         seen, runs = steady(split, predicted_s, run, say)
         self.runs += runs
@@ -71,7 +71,7 @@ class Refit:
         return [seen.ttft_s for seen in self.observations if seen.partition == split]
 
 
-def refit(tokens: int, costs: Costs, ranks: int, run: Run, say: Say) -> Refit:
+def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, say: Say) -> Refit:
     """Find the slices for one length, from an initial estimate of the rates, which need not be accurate."""
     split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
@@ -195,7 +195,7 @@ def _scaled(costs: Costs, factors: Array) -> Costs:
     )
 
 
-def steady(split: Partition, predicted_s: float, run: Run, say: Say) -> tuple[Observation, int]:
+def steady(split: Partition, predicted_s: float, run: RunSlices, say: Say) -> tuple[Observation, int]:
     """Run a split; repeat invalid or absurd measurements; return the shortest valid one, and the number of runs.
 
     Raises `DataError` if there is none.

@@ -28,7 +28,7 @@ MAX_TOKENS, MAX_RANKS = 1 << 28, 1 << 16
 
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9.-]{0,79}$"
-Name = Annotated[str, Field(pattern=NAME)]
+PlainName = Annotated[str, Field(pattern=NAME)]
 Seconds = Annotated[float, Field(gt=0, lt=1e7)]
 Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
@@ -41,12 +41,12 @@ class ModelIdentity(Strict):
     architecture: Text
 
 
-class Key(Strict):
+class TableKey(Strict):
     """The model, dtype, hardware and number of ranks that a table applies to."""
 
     model: ModelIdentity
     dtype: Literal["float32", "bfloat16", "float16"]
-    hardware: Name = Field(description="the name that the user gave to this hardware")
+    hardware: PlainName = Field(description="the name that the user gave to this hardware")
     device: Text = Field(description="detected hardware of a rank: processor and threads, or GPU")
     ranks: Annotated[int, Field(ge=2, le=MAX_RANKS)]
 
@@ -61,7 +61,7 @@ class Provenance(Strict):
     versions: dict[Text, Text]
 
 
-class Entry(Strict):
+class TableEntry(Strict):
     """The slices for one length.
 
     A rank's slice lies between two adjacent bounds. `ttft_s` is the median over the runs of the chosen slices,
@@ -83,7 +83,7 @@ class Entry(Strict):
     provenance: Provenance
 
     @model_validator(mode="after")
-    def _are_slices(self) -> Entry:
+    def _are_slices(self) -> TableEntry:
         bounds = self.bounds_tokens
         if bounds[0] != 0 or bounds[-1] != self.context_tokens or any(b <= a for a, b in pairwise(bounds)):
             raise ValueError(
@@ -109,9 +109,9 @@ class Table(Strict):
 
     schema_name: Literal["kvr-mpi-table"] = "kvr-mpi-table"
     schema_version: Literal[1] = 1
-    key: Key
+    key: TableKey
     rates: Costs = Field(description="fitted")
-    entries: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=10_000)]
+    entries: Annotated[tuple[TableEntry, ...], Field(min_length=1, max_length=10_000)]
 
     @model_validator(mode="after")
     def _fits_together(self) -> Table:
@@ -129,7 +129,7 @@ class Table(Strict):
         return self
 
 
-def file_name(key: Key) -> str:
+def table_file(key: TableKey) -> str:
     """Return a table's file name: MODEL_HARDWARE_pN.json, MODEL with its dtype."""
     model = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(key.model.name).name.removesuffix(".gguf")).strip("-.") or "model"
     return f"{model}-{key.dtype}_{key.hardware}_p{key.ranks}.json"

@@ -10,9 +10,9 @@ from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, Say, counted
 from kvr_mpi.partition import Partition
-from kvr_mpi.tuning.measure import Observation, Run
+from kvr_mpi.tuning.measure import Observation, RunSlices
 from kvr_mpi.tuning.refit import Refit, fit, refit
-from kvr_mpi.tuning.table import Entry, Key, Provenance, Table
+from kvr_mpi.tuning.table import Provenance, Table, TableEntry, TableKey
 
 
 def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) -> list[int]:
@@ -27,14 +27,14 @@ def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) 
 
 
 def tabulate(
-    contexts: Sequence[int], costs: Costs, key: Key, provenance: Provenance, run: Run, say: Say
+    contexts: Sequence[int], costs: Costs, key: TableKey, provenance: Provenance, run: RunSlices, say: Say
 ) -> Iterator[Table]:
     """Search all lengths, shortest first; rank 0 calls this within ``measure.leading``.
 
     The rates fitted for one length are the initial rates of the next. After every length this yields the table so far,
     so that it can be saved.
     """
-    entries: list[Entry] = []
+    entries: list[TableEntry] = []
     everything: list[Observation] = []
     known = costs
     run(Partition.even(min(contexts), key.ranks))
@@ -45,7 +45,7 @@ def tabulate(
         known = fit(known, found.observations)
         entry = _entry(found, provenance, noise_of(known, found.observations))
         entries.append(entry)
-        say(f"{tokens} tokens: {describe(entry)}")
+        say(f"{tokens} tokens: {describe_entry(entry)}")
         yield Table(key=key, rates=fit(costs, everything), entries=tuple(entries))
 
 
@@ -55,10 +55,10 @@ def noise_of(costs: Costs, observations: Sequence[Observation]) -> float:
     return math.sqrt(statistics.fmean(miss**2 for miss in misses))
 
 
-def _entry(found: Refit, provenance: Provenance, noise: float) -> Entry:
+def _entry(found: Refit, provenance: Provenance, noise: float) -> TableEntry:
     times = found.times_of(found.best)
     middle_s = statistics.median(times)
-    return Entry(
+    return TableEntry(
         context_tokens=found.best.tokens,
         bounds_tokens=found.best.bounds,
         ttft_s=middle_s,
@@ -71,7 +71,7 @@ def _entry(found: Refit, provenance: Provenance, noise: float) -> Entry:
     )
 
 
-def describe(entry: Entry) -> str:
+def describe_entry(entry: TableEntry) -> str:
     """Describe an entry and its origin."""
     return (
         f"{entry.partition} with {entry.ttft_s:.3f} s, predicted {entry.predicted_ttft_s:.3f} s "

@@ -15,7 +15,7 @@ from made_runs import write_run
 
 from kvr_mpi.cli.environment import is_offline, tell_libraries
 from kvr_mpi.cli.files import find_shipped
-from kvr_mpi.cli.launch import guarded, importing
+from kvr_mpi.cli.launch import importing, run_guarded
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport.local import LocalTransport
@@ -124,12 +124,12 @@ def test_a_rank_that_fails_alone_ends_all_with_its_code(capsys: pytest.CaptureFi
         raise error
 
     for error, code in ((ConfigError("no \x1b[2J ranks"), EXIT_CONFIG), (ZeroDivisionError(), EXIT_BUG)):
-        assert guarded(World(), lambda error=error: fail(error)) == code  # type: ignore[misc]
+        assert run_guarded(World(), lambda error=error: fail(error)) == code  # type: ignore[misc]
     told = capsys.readouterr().err
     assert ended == [EXIT_CONFIG, EXIT_BUG] and "error: no \\x1b[2J ranks" in told
     assert "ZeroDivisionError" in told and told.count("exit code") == 2
     with pytest.raises(KeyboardInterrupt):
-        guarded(World(), lambda: fail(KeyboardInterrupt()))
+        run_guarded(World(), lambda: fail(KeyboardInterrupt()))
     out, err = capsys.readouterr()
     assert "exit code 130: interrupted" in out + err and "--resume" in out + err and "Traceback" not in out + err
 

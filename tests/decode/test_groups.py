@@ -13,7 +13,7 @@ from rows import alone, batch_of, count_down, finish, ready, run_out_at, spread
 from torch.overrides import TorchFunctionMode
 
 from kvr_mpi.compress.placement import place_in_proportion
-from kvr_mpi.decode.group import Entry, Group
+from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
@@ -26,7 +26,7 @@ NEW_TOKENS = 7
 LENGTHS = (34, 51, 20)
 TEXTS = ("7 8 9 10 11", "5", "190 3 4 5 6 7")
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 40}
-Answers = dict[int, Entry]
+Answers = dict[int, BatchEntry]
 
 
 @dataclass

@@ -17,8 +17,8 @@ from rows import alone, batch_of, finish, other_prompt
 
 from benchmarks.kept import keep_only
 from kvr_mpi.compress.placement import (
+    HeadPiece,
     LayerPlacement,
-    Piece,
     assign_rows,
     place_best_effort,
     place_in_proportion,
@@ -108,7 +108,7 @@ def together(loaded: LoadedModel, size: int, place: Any) -> tuple[dict[int, Any]
 
 def place_on_last(loads: Sequence[float], ranks: int) -> LayerPlacement:
     """All heads on one rank: the others hold nothing of the layer."""
-    return LayerPlacement(ranks, tuple(Piece(head, ranks - 1, float(load)) for head, load in enumerate(loads)))
+    return LayerPlacement(ranks, tuple(HeadPiece(head, ranks - 1, float(load)) for head, load in enumerate(loads)))
 
 
 def texts(answers: dict[int, Any]) -> dict[int, tuple[Any, str]]:

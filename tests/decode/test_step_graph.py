@@ -14,7 +14,7 @@ from chains import greedy
 from rows import Recording, alone, answer, arena_of, batch_of, finish, other_prompt, pages_read, ready, steps_recorded
 
 from kvr_mpi.decode import step_graph
-from kvr_mpi.decode.step_graph import Recorder
+from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.prefill.packed import prefill_packed
 
 
@@ -27,11 +27,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recording]]:
 
 
 @pytest.fixture
-def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[StepRecorder]:
     """Every recorder that is made."""
-    made: list[Recorder] = []
-    begin = Recorder.__init__
-    monkeypatch.setattr(Recorder, "__init__", lambda one, loaded: (begin(one, loaded), made.append(one))[0])
+    made: list[StepRecorder] = []
+    begin = StepRecorder.__init__
+    monkeypatch.setattr(StepRecorder, "__init__", lambda one, loaded: (begin(one, loaded), made.append(one))[0])
     return made
 
 
@@ -51,7 +51,7 @@ def truth(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, ..
     [("llama-gqa", 3), ("llama-gqa", 64), ("mistral-window", 3), ("qwen2-some-windows", 64), ("gpt-oss-sinks", 64)],
 )
 def test_replayed_steps_answer_as_those_that_run(
-    name: str, pages: int, graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+    name: str, pages: int, graphs: list[Recording], recorders: list[StepRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents join and leave; some cross a page, or their window, while their steps are replayed."""
     expected = truth(name, monkeypatch)
@@ -63,7 +63,7 @@ def test_replayed_steps_answer_as_those_that_run(
 
 
 def test_what_the_host_decides_is_not_recorded(
-    graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+    graphs: list[Recording], recorders: list[StepRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Soft caps have no call for all documents; frequencies that depend on the length are the host's to choose."""
     expected = truth("gemma2-softcap", monkeypatch)
@@ -76,7 +76,7 @@ def test_what_the_host_decides_is_not_recorded(
 
 
 def test_a_replay_that_gives_something_else_is_found_and_none_is_used(
-    graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+    graphs: list[Recording], recorders: list[StepRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = truth("llama-gqa", monkeypatch)
     monkeypatch.setattr(Recording, "replay", lambda graph: setattr(graph, "replays", graph.replays + 1))
@@ -90,7 +90,11 @@ def test_a_replay_that_gives_something_else_is_found_and_none_is_used(
     ("error", "goes_on"), [(torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("capturing"), False)]
 )
 def test_a_failed_recording_costs_no_answer(
-    error: Exception, goes_on: bool, graphs: list[Recording], recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    goes_on: bool,
+    graphs: list[Recording],
+    recorders: list[StepRecorder],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Short of memory, other prompts' steps may be recorded all the same."""
     expected = truth("llama-gqa", monkeypatch)

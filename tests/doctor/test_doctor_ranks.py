@@ -11,10 +11,10 @@ import torch
 from made_facts import GPU, MPI, VERSIONS, only, place, statuses
 
 from kvr_mpi.doctor import devices, folder, links, ranks, steps
-from kvr_mpi.doctor.deadlines import SilentError, gather_tried, meet
+from kvr_mpi.doctor.deadlines import SilentError, gather_tried, wait_for_all
 from kvr_mpi.doctor.facts import DeviceFacts, RankFacts
 from kvr_mpi.doctor.findings import Finding, exit_code, fail, number_ranges, ok, to_lines, warn
-from kvr_mpi.doctor.launch import Request
+from kvr_mpi.doctor.launch import DoctorOptions
 from kvr_mpi.errors import counted
 from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -249,7 +249,7 @@ def test_silence_ends() -> None:
     def heard(world: LocalTransport) -> list[str]:
         mine = Mute(world._hub, 1) if world.rank == 1 else world
         said = []
-        for call, rest in ((links.measure_chain, (torch.device("cpu"), SMALL, 0.2)), (meet, (0.3,))):
+        for call, rest in ((links.measure_chain, (torch.device("cpu"), SMALL, 0.2)), (wait_for_all, (0.3,))):
             try:
                 call(mine, *rest)
             except SilentError as error:
@@ -313,7 +313,7 @@ def test_clocks() -> None:
 def examine(world: LocalTransport, size: int, hosts: str) -> Any:
     facts = [place(rank, host) for rank, host in enumerate(hosts)] if world.rank == 0 else []
     gpus = [None] * world.size
-    request = Request(effort=LONG, patience_s=20.0, tensor_parallel=size)
+    request = DoctorOptions(effort=LONG, patience_s=20.0, tensor_parallel=size)
     (step,) = (step for step in steps.STEPS if step.check == "tensor-parallel")
     return step.work(steps.Scene(world, request, {}, facts, None, hosts, gpus))
 

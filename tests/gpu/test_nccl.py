@@ -23,7 +23,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder
-from kvr_mpi.transport.links import Link, Skew, measure_links, measure_skews
+from kvr_mpi.transport.links import MeasuredLink, Skew, measure_links, measure_skews
 from kvr_mpi.transport.nccl import MAX_BLOCKS, NcclTransport
 from kvr_mpi.tuning.measure import observe
 
@@ -95,7 +95,7 @@ def test_links_and_a_prompt_are_measured_and_clocks_compared(gpus: PretendedCuda
     """Links of GPU memory; and of host memory, which goes over the control channel."""
     models = on_gpus(gpus, tiny("llama-gqa"), 3)
 
-    def work(ranks: NcclTransport) -> tuple[list[Link | None], tuple[float, ...], dict[int, Skew]]:
+    def work(ranks: NcclTransport) -> tuple[list[MeasuredLink | None], tuple[float, ...], dict[int, Skew]]:
         warm_up(ranks, torch.device("cuda", ranks.rank))
         links = [measure_links(ranks, device) for device in (torch.device("cuda", ranks.rank), CPU)]
         busy_s = observe(models[ranks.rank], ranks, Partition((0, 30, 50, 60))).busy_s

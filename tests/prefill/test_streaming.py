@@ -8,20 +8,20 @@ from chains import greedy, single
 from models import prompt, tiny
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.head_store import held_bytes
+from kvr_mpi.kv.head_store import bytes_of_stores
 from kvr_mpi.kv.rolling import SINKS, Rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
-from kvr_mpi.prefill.exactness import Answer, follow
+from kvr_mpi.prefill.exactness import Continuation, continue_prefill
 from kvr_mpi.prefill.streaming import prefill_rolling, prove_rolling
 
 NEW_TOKENS = 12
 
 
-def streamed(loaded: LoadedModel, ids: list[int], rolling: Rolling) -> Answer:
+def streamed(loaded: LoadedModel, ids: list[int], rolling: Rolling) -> Continuation:
     """Logits and the greedy tokens after them."""
     prepare_model(loaded.model, chain=True)
-    return follow(loaded.model, prefill_rolling(loaded, ids, rolling), NEW_TOKENS)
+    return continue_prefill(loaded.model, prefill_rolling(loaded, ids, rolling), NEW_TOKENS)
 
 
 @pytest.mark.parametrize(("cache_tokens", "step_tokens"), [(15, 1), (15, 7), (16, 64), (40, 16)])
@@ -31,11 +31,11 @@ def test_windows_that_fit_give_what_one_process_gives(cache_tokens: int, step_to
     held = set()
     for tokens in (3, 16, 130):
         ids = prompt(tokens)
-        truth = follow(loaded.model, single(loaded, ids), NEW_TOKENS)
+        truth = continue_prefill(loaded.model, single(loaded, ids), NEW_TOKENS)
         found = streamed(loaded, ids, Rolling(cache_tokens, step_tokens))
         torch.testing.assert_close(found.logits, truth.logits, atol=1e-4, rtol=0)
         assert found.tokens == truth.tokens
-        held.add(held_bytes(prefill_rolling(loaded, ids, Rolling(cache_tokens, step_tokens)).cache.stores))
+        held.add(bytes_of_stores(prefill_rolling(loaded, ids, Rolling(cache_tokens, step_tokens)).cache.stores))
     assert held == {(cache_tokens + step_tokens) * loaded.shape.kv_bytes_per_token}, "however long the prompt"
 
 

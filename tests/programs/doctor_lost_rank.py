@@ -12,7 +12,7 @@ import sys
 import threading
 
 from kvr_mpi.doctor.findings import to_json
-from kvr_mpi.doctor.launch import Request, diagnose
+from kvr_mpi.doctor.launch import DoctorOptions, diagnose
 from kvr_mpi.plain import from_plain
 from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.mpi import launched_rank
@@ -31,13 +31,13 @@ if len(sys.argv) == 5:
 
     if launched_rank(os.environ) == 1:
         setattr(links, {"links": "measure_chain", "clocks": "measure_clocks"}[where], lose_this_rank)
-    steps.main(from_plain(Request, json.loads(sys.argv[3])), None, os.environ)
+    steps.main(from_plain(DoctorOptions, json.loads(sys.argv[3])), None, os.environ)
 else:
     patience_s = float(sys.argv[3])
     effort = Effort(rounds=5, max_bytes=1 << 16)
     sys.exit(
         diagnose(
-            Request(effort=effort, timeout_s=patience_s / 4, patience_s=patience_s),
+            DoctorOptions(effort=effort, timeout_s=patience_s / 4, patience_s=patience_s),
             os.environ,
             lambda findings: print(json.dumps(to_json(findings)), flush=True),
             20 * patience_s,

@@ -110,7 +110,7 @@ def test_a_model_that_transformers_cannot_run_on_is_refused_before_documents(
     def fail(*given: Any, **how: Any) -> Any:
         raise RuntimeError("sizes differ")
 
-    monkeypatch.setattr("kvr_mpi.prefill.self_check.follow", fail)
+    monkeypatch.setattr("kvr_mpi.prefill.self_check.continue_prefill", fail)
     for strategy in ("single", "kvr"):
         run = run_here(1, [job, *with_settings(f"parallel.strategy={strategy}")])
         assert run.returncode == EXIT_CONFIG and "Traceback" not in run.stderr

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.tensors import file_name
+from kvr_mpi.store.tensors import tensors_file
 from kvr_mpi.store.volumes import key_of
 
 
@@ -63,8 +63,8 @@ def test_what_goes_out_is_what_is_stored(run: Path, tmp_path: Path, run_kvr: Any
 def test_no_two_documents_have_the_same_key_or_file_and_none_leads_elsewhere(ids: list[str]) -> None:
     for one in ids:
         assert unquote(key_of(one)) == one and not {"/", "\0"} & {*key_of(one)} and key_of(one) not in (".", "..")
-    imitation = file_name(key_of(ids[0])).removesuffix(".safetensors")
-    names = {one: file_name(key_of(one)) for one in (*ids, imitation)}
+    imitation = tensors_file(key_of(ids[0])).removesuffix(".safetensors")
+    names = {one: tensors_file(key_of(one)) for one in (*ids, imitation)}
     assert len(set(names.values())) == len(names)
     assert all(len(name.encode()) <= 250 and "/" not in name for name in names.values())
 

@@ -20,8 +20,8 @@ from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
+from kvr_mpi.tuning.candidates import product_candidates
 from kvr_mpi.tuning.kernels import choose_kernels, choose_ways
-from kvr_mpi.tuning.pieces import product_pieces
 
 ROOM = 1 << 34
 
@@ -37,8 +37,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     forget_kernels(found.model)
 
 
-def measured(pieces: Any, gain: float) -> Any:
-    return {piece.name: {way: [gain] * len(ROWS) for way in piece.ways if way != PLAIN} for piece in pieces}
+def measured(kinds: Any, gain: float) -> Any:
+    return {kind.name: {way: [gain] * len(ROWS) for way in kind.ways if way != PLAIN} for kind in kinds}
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def gains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have every other way measured as twice as fast; count how often that is asked for."""
     asked: list[int] = []
 
-    def measure(pieces: Any) -> Any:
-        asked.append(len(pieces))
-        return measured(pieces, 2.0)
+    def measure(kinds: Any) -> Any:
+        asked.append(len(kinds))
+        return measured(kinds, 2.0)
 
     monkeypatch.setattr(kernels, "measure_gains", measure)
     return asked
@@ -177,7 +177,7 @@ def test_what_was_measured_beside_other_programs_is_measured_again_and_gives_way
         choose(loaded, tmp_path)
         assert all_gains(kept_in(tmp_path)[1]) == {gain}
     file.write_text(json.dumps({**kept, "tries": 1, "busy_share": 1e9}))
-    monkeypatch.setattr(kernels, "measure_gains", lambda pieces: measured(pieces, 0.0))
+    monkeypatch.setattr(kernels, "measure_gains", lambda kinds: measured(kinds, 0.0))
     assert "is not used" in choose(loaded, tmp_path)[1] and not kernels_of(loaded.model)
 
 
@@ -238,11 +238,11 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
 def test_ranks_of_a_host_take_the_same_ways(
     loaded: Any, chosen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if one of them does not see what was kept. Three measure one half of the pieces, two the other."""
-    names = [piece.name for piece in product_pieces(loaded.model, ROOM)][:2]
+    """Also if one of them does not see what was kept. Three measure one half of the kinds, two the other."""
+    names = [kind.name for kind in product_candidates(loaded.model, ROOM)][:2]
     halves = dict(zip(names, (iter((1.0, 1.2, 3.0, 3.0)), iter((1.2, 1.2, 3.0))), strict=True))
     # Each rank another.
-    monkeypatch.setattr(kernels, "measure_gains", lambda pieces: measured(pieces, next(halves[pieces[0].name])))
+    monkeypatch.setattr(kernels, "measure_gains", lambda kinds: measured(kinds, next(halves[kinds[0].name])))
     said: list[str] = []
     run_local(5, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
     assert len(set(usual(said))) == 1

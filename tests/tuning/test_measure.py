@@ -19,7 +19,7 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import decode_probe, measure
-from kvr_mpi.tuning.measure import follow, leading, measure_costs
+from kvr_mpi.tuning.measure import follow_measurements, leading, measure_costs
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -84,7 +84,7 @@ def test_rank_0_leads_and_the_others_follow() -> None:
 
     def work(rank: Transport) -> list[measure.Observation] | None:
         if rank.rank:
-            return follow(loaded, rank)
+            return follow_measurements(loaded, rank)
         with leading(loaded, rank) as run:
             return [run(split) for split in splits]
 

@@ -27,7 +27,7 @@ Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Candidates:
     """One kind of product or attention, with its implementations.
 
     ways : for each implementation, makes one or several functions of inputs (rows, features) that take turns.
@@ -46,17 +46,17 @@ class Piece:
         return torch.randn(count, self.features, generator=torch.Generator().manual_seed(count)).to(self.dtype)
 
 
-def product_pieces(
+def product_candidates(
     model: torch.nn.Module,
     most_bytes: float,
     library: KernelLibrary | None = None,
     narrowed: Mapping[torch.nn.Linear, NarrowWeights] | None = None,
-) -> list[Piece]:
+) -> list[Candidates]:
     """List the products by shape that have several implementations; copies for trying may take `most_bytes`.
 
-    The largest comes first, so that every other piece takes about half of the measuring time.
+    The largest comes first, so that every other kind takes about half of the measuring time.
     """
-    pieces, narrowed = [], narrowed or {}
+    kinds, narrowed = [], narrowed or {}
     for shape, layers in sorted(find_products(model).items(), key=lambda item: -item[1][0].weight.numel()):
         one = layers[0].weight
         turns = layers[: max(1, TURNS_BYTES // one.nbytes)]
@@ -69,8 +69,8 @@ def product_pieces(
             names.append(NARROW)
         if len(names) > 1:
             ways = {name: partial(_calls, name, turns, library, narrowed) for name in names}
-            pieces.append(Piece(shape, ways, one.shape[1], one.dtype, {NARROW: NARROW_ROWS}))
-    return pieces
+            kinds.append(Candidates(shape, ways, one.shape[1], one.dtype, {NARROW: NARROW_ROWS}))
+    return kinds
 
 
 def _calls(
@@ -85,8 +85,8 @@ def _calls(
     return [Product(layer, always(way), library, narrowed.get(layer)) for layer in layers]
 
 
-def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list[Piece]:
-    """Return the piece for attention, whose rows are queries, with enough keys for its two products to dominate."""
+def attention_candidates(loaded: LoadedModel, library: KernelLibrary | None) -> list[Candidates]:
+    """Return the kind for attention, whose rows are queries, with enough keys for its two products to dominate."""
     layer = _attending_layer(loaded)
     if library is None or layer is None:
         return []
@@ -120,7 +120,7 @@ def attention_pieces(loaded: LoadedModel, library: KernelLibrary | None) -> list
         for way, params in ((PLAIN, AttentionParams(scale)), (OWN, ours))
     }
     most_rows = {} if loaded.dtype == torch.float32 else {OWN: 1}  # in bfloat16 our kernel supports only one query
-    return [Piece(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
+    return [Candidates(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:
