@@ -147,9 +147,11 @@ class DecodeBatch:
                 found = attempt(
                     lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
                     self._loaded.tp_group,
+                    is_plain=prefill.is_plain,
                 )
                 if isinstance(found, Failure):
-                    why = f"not enough memory to score its continuations: {found.why}"
+                    short = "not enough memory to score its continuations: "
+                    why = (short if found.cause == "memory" else "") + found.why
                 else:
                     scores = found
             except DocumentError as error:
@@ -197,7 +199,7 @@ class DecodeBatch:
     def _step(self, row: Sequence[BatchEntry]) -> None:
         """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
         began = time.perf_counter()
-        logits = attempt(lambda: self.group.run(row))
+        logits = attempt(lambda: self.group.run(row), is_plain=row[0].prefill.is_plain)
         if not isinstance(logits, Failure):
             for document, token in zip(row, self.group.choose(row, logits), strict=True):
                 if document.writing is not None:
@@ -220,7 +222,8 @@ class DecodeBatch:
             self._aside.append(row[0])
         else:
             if row[0].writing is not None:
-                row[0].writing.fail(f"not enough memory for its next token, even with no other document: {logits.why}")
+                short = "not enough memory for its next token, even with no other document: "
+                row[0].writing.fail((short if logits.cause == "memory" else "") + logits.why)
             self._word_of(row[0])
             self._go_on(row, [(ENDED, 0)])
 

@@ -16,11 +16,10 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.cache import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
+from kvr_mpi.prefill.failure import FAILURES
 from kvr_mpi.prefill.one_prompt import Prefill
 
 KEYS, VALUES = "keys", "values"
-# What a model's code may raise if it does not support a chain, or another attention than its own.
-FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A rank that fails within a prompt still takes part in all transfers, so that the chain can continue.
 
-A rank fails if it runs out of memory, or cannot read the stored prefix of the prompt.
+A rank fails if it runs out of memory, or cannot read the stored prefix of the prompt; with plain transformers, also if
+the model's own code fails, such as behind its last position.
 
 The other ranks wait for segments from this rank, and for it to receive theirs. So it continues to receive, forward and
 send through the last layer; its own segments then contain arbitrary data. At the end all ranks send their status to the
@@ -16,7 +17,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,15 +34,18 @@ FAILED = -1
 # Beginning of the error message if the stored prefix of a prompt cannot be read.
 UNREADABLE = "the stored keys and values of the prompt's prefix cannot be used"
 
+# What a model's code may raise if it does not support a prompt, a chain, or another attention than its own.
+FAILURES = (ValueError, TypeError, RuntimeError, AttributeError, LookupError, AssertionError)
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a computation failed: memory ran out, or a stored document is unreadable."""
+    """Why a computation failed: memory ran out, a stored document is unreadable, or the model's own code failed."""
 
     why: str
-    is_unreadable: bool = False
+    cause: Literal["memory", "stored", "model"] = "memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -54,24 +58,32 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def attempt(
-    work: Callable[[], T], tp_group: TensorParallelGroup | None = None, *, reads_stored: bool = False
+    work: Callable[[], T],
+    tp_group: TensorParallelGroup | None = None,
+    *,
+    reads_stored: bool = False,
+    is_plain: bool = False,
 ) -> T | Failure:
     """Call `work`; if memory runs out, return a `Failure`, since the exception's traceback would hold tensors.
 
     tp_group : ranks that compute it together: if it fails on one, it fails on all.
     reads_stored : return a `Failure` also if a stored document cannot be read; otherwise its `DataError` is raised.
+    is_plain : return a `Failure` also if the model's own code fails, without chains and kernels of ours.
     """
     try:
         with guarded(tp_group):
             return work()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return Failure(next(iter(str(error).splitlines()), type(error).__name__))
     except DataError as error:
         if not reads_stored:
             raise
-        return Failure(str(error), is_unreadable=True)
+        return Failure(str(error), "stored")
+    except (MemoryError, *FAILURES) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        if is_out_of_memory(error):
+            return Failure(why)
+        if not is_plain or isinstance(error, torch.AcceleratorError):  # after which a GPU computes nothing more
+            raise
+        return Failure(f"transformers' own code fails ({type(error).__name__}: {why})", "model")
 
 
 def play_on(cache: SliceCache) -> None:
@@ -159,7 +171,7 @@ def describe_failure(
     ranks: Sequence[int], computed: Sequence[int], failure: Failure | None, tokens: int, size: int
 ) -> str:
     """Describe which ranks of the chain failed, and what to do; `failure` is this rank's own."""
-    if failure is not None and failure.is_unreadable:
+    if failure is not None and failure.cause == "stored":
         return f"{UNREADABLE}: {failure.why}"
     why = "" if failure is None else f" ({failure.why})"
     return (

@@ -99,36 +99,46 @@ class CacheOptions(TypedDict, total=False):
     write_layer: WriteLayer | None
 
 
-@torch.inference_mode()
 def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Prefill:
     """Prefill on one rank with plain transformers: for any architecture, and as the reference."""
     began = time.perf_counter()
-    cache = plain_cache(model)
-    logits = run_model(model, torch.tensor([ids], device=device), cache)[0]
+    cache, logits = run_plain(model, ids, device)
     wait_for_compute(device)
     seconds = time.perf_counter() - began
     return Prefill(Partition((0, len(ids))), cache, logits, seconds, strategy=PLAIN, began_s=began)
+
+
+@torch.inference_mode()
+def run_plain(model: Any, ids: Sequence[int], device: torch.device) -> tuple[DynamicCache, torch.Tensor]:
+    """Run a prompt with plain transformers; return its cache and the last logits (vocab_size,)."""
+    cache = plain_cache(model)
+    return cache, run_model(model, torch.tensor([ids], device=device), cache)[0]
 
 
 def prefill_alone(
     loaded: LoadedModel,
     tokens: int,
     run: Callable[[], tuple[Any, torch.Tensor]],
+    *,
+    strategy: str = KVR,
     **facts: Any,
 ) -> Prefill:
     """Prefill a prompt on this rank with `run`, which returns its cache and logits.
 
-    If memory runs out, the result has torch's or Python's error instead of a cache. `facts` are its other attributes.
+    If memory runs out, or plain transformers (`PLAIN`) fails, the result has the error instead of a cache. `facts` are
+    its other attributes.
     """
     began = time.perf_counter()
-    found = attempt(run, loaded.tp_group)
+    found = attempt(run, loaded.tp_group, is_plain=strategy == PLAIN)
     wait_for_compute(loaded.device)
     seconds, cache, logits, error = time.perf_counter() - began, None, None, None
     if isinstance(found, Failure):
         error = found.why
     else:
         cache, logits = found
-    return Prefill(Partition((0, tokens)), cache, logits, seconds, error=error, began_s=began, **facts)
+    return Prefill(
+        Partition((0, tokens)), cache, logits, seconds, strategy=strategy, error=error, began_s=began, **facts
+    )
 
 
 def plain_cache(model: Any) -> DynamicCache:

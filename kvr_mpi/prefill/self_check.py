@@ -21,13 +21,13 @@ from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import (
-    FAILURES,
     Continuation,
     continue_prefill,
     differences,
     error_share,
     why_not_the_same,
 )
+from kvr_mpi.prefill.failure import FAILURES
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
 from kvr_mpi.prefill.stored_shares import run_shares

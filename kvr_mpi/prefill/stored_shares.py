@@ -62,7 +62,7 @@ def run_shares(
     )
     status, why = _DONE, ""
     if isinstance(found, Failure):
-        status, why = _UNREADABLE if found.is_unreadable else _SHORT, found.why
+        status, why = _UNREADABLE if found.cause == "stored" else _SHORT, found.why
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         cache.play_on()
@@ -117,7 +117,7 @@ def prefill_stored(
         wait_for_compute(loaded.device)
         if not isinstance(found, Failure):
             logits = found
-        elif found.is_unreadable:
+        elif found.cause == "stored":
             why = f"{UNREADABLE}: {found.why}"
             document.end_loading(why)
         elif len(prompts) > 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvr_mpi.errors import AgreementError
@@ -14,7 +15,7 @@ from kvr_mpi.kv.cache import WriteLayer
 from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.shares import Share
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, prefix_of_cache
+from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefill_alone, prefill_kvr, prefix_of_cache, run_plain
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
@@ -167,7 +168,8 @@ class ChainRunner:
         setup = self.setup
         assert plan.partition is not None
         if setup.spec.is_plain:
-            return prefill_single(setup.loaded.model, plan.prompt.ids, setup.loaded.device)
+            run = partial(run_plain, setup.loaded.model, plan.prompt.ids, setup.loaded.device)
+            return prefill_alone(setup.loaded, plan.prompt.tokens, run, strategy=PLAIN)
         return prefill_kvr(
             setup.loaded,
             plan.prompt.ids,

@@ -12,8 +12,9 @@ import pytest
 import torch
 from constants import ROOT
 from made_jobs import with_settings
+from transformers import LlamaForCausalLM
 
-from kvr_mpi.errors import EXIT_CONFIG
+from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.job import load_job
 from kvr_mpi.report.page import page_of
 from kvr_mpi.store.lock import Lock, this_process
@@ -115,6 +116,38 @@ def test_a_model_that_transformers_cannot_run_on_is_refused_before_documents(
         run = run_here(1, [job, *with_settings(f"parallel.strategy={strategy}")])
         assert run.returncode == EXIT_CONFIG and "Traceback" not in run.stderr
         assert "RuntimeError: sizes differ); neither chains nor strategy = 'single' can run it" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (IndexError("index out of range"), "transformers' own code fails (IndexError: index out of range)"),
+        (RuntimeError("can't allocate memory"), "can't allocate memory"),
+    ],
+    ids=["model", "memory"],
+)
+@pytest.mark.parametrize("at", [0, 2, -1], ids=["prompt", "answer", "score"])
+def test_plain_transformers_fails_on_one_document_only(
+    at: int, error: Exception, said: str, run_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ProphetNet does at the end of its context, and any model without memory: in a prompt, an answer or a score."""
+    settings = ["parallel.strategy=single"]
+    settings += ["generation.score=[' yes it is']", "generation.max_new_tokens=0"] if at < 0 else []
+    truth = run_job(1, *settings)
+    longest = max(truth.records.values(), key=lambda record: record.prompt_tokens)
+    fatal, own = longest.prompt_tokens + abs(at), LlamaForCausalLM.forward
+
+    def forward(self: Any, input_ids: Any, past_key_values: Any, **how: Any) -> Any:
+        if past_key_values.get_seq_length() + input_ids.shape[1] == fatal:
+            raise error
+        return own(self, input_ids, past_key_values=past_key_values, **how)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    run = run_job(2, *settings, code=EXIT_BAD_DATA)
+    assert said in run.records[longest.id].error
+    others = truth.records.keys() - {longest.id}
+    assert {name: run.records[name].answer for name in others} == {name: truth.records[name].answer for name in others}
+    assert all(run.records[name].status == "done" for name in others)
 
 
 def test_every_rank_says_what_it_is_at(tmp_path: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
