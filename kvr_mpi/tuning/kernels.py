@@ -270,10 +270,15 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
 
 
 def _with_one_layout(gains: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """Keep only one of the `LAYOUTS` of weights: the one that is faster at the largest measured number of rows."""
-    layouts = [way for way in LAYOUTS if way in gains]
-    best = max(layouts, key=lambda way: [gains[way][at] for at in reversed(range(len(ROWS)))], default=None)
-    return {way: row for way, row in gains.items() if way == best or way not in layouts}
+    """Keep only one of the two `LAYOUTS` of weights: the faster at the most rows at which they clearly differ."""
+    if not gains.keys() >= {*LAYOUTS}:
+        return dict(gains)
+    one, other = LAYOUTS
+    worse = other
+    for here, there in zip(gains[one], gains[other], strict=True):  # the last of them decides
+        if max(here, there) > LEAST_GAIN * min(here, there):
+            worse = other if here > there else one
+    return {way: row for way, row in gains.items() if way != worse}
 
 
 def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
