@@ -22,14 +22,7 @@ from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import (
-    Continuation,
-    allowed_error,
-    continue_prefill,
-    copy_layers,
-    differences,
-    first_difference,
-)
+from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, copy_layers, differences, first_difference
 from kvr_mpi.prefill.one_prompt import (
     PLAIN,
     Prefill,
@@ -223,7 +216,7 @@ def _differs(
     differ from the truth have to be those of plain transformers in as many calls.
     """
     prefills = run_local(case.size, lambda rank: case.run(ranks[rank.rank], rank))
-    answer = continue_prefill(ranks[case.decode_rank].model, prefills[case.decode_rank], case.tokens)
+    answer = continued(ranks[case.decode_rank].model, prefills[case.decode_rank], case.tokens)
     wrong = difference(answer, truth)
     if wrong is None or "states" not in wrong or not case.cuts:
         return wrong
@@ -235,14 +228,12 @@ def _plain(model: Any, ids: Sequence[int], tokens: int, cuts: Sequence[int] = ()
     model, cpu = copy.deepcopy(model), torch.device("cpu")
     prepare_model(model, chain=False)
     if not cuts:
-        return continue_prefill(model, prefill_single(model, ids, cpu), tokens)
+        return continued(model, prefill_single(model, ids, cpu), tokens)
     cache = plain_cache(model)
     with torch.inference_mode():
         for first, last in itertools.pairwise((0, *cuts, len(ids))):
             logits = run_model(model, torch.tensor([ids[first:last]]), cache)[0]
-    return continue_prefill(
-        model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens
-    )
+    return continued(model, Prefill(Partition((0, len(ids))), cache, logits, seconds=0.0, strategy=PLAIN), tokens)
 
 
 def difference(found: Continuation, truth: Continuation) -> str | None:

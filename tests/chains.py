@@ -16,7 +16,7 @@ from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import continue_prefill
+from kvr_mpi.prefill.exactness import continued
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.setup.job_ranks import JobRanks, join_groups
 from kvr_mpi.topology import Topology
@@ -28,7 +28,7 @@ NEW_TOKENS = 32
 
 def greedy(model: Any, prefill: Prefill, count: int) -> list[int]:
     """Decode the likeliest tokens after a prefill."""
-    return continue_prefill(model, prefill, count).tokens
+    return continued(model, prefill, count).tokens
 
 
 def single(loaded: LoadedModel, ids: Sequence[int]) -> Prefill:
@@ -99,7 +99,7 @@ def make_folder(folder: Path, kind: str) -> tuple[Path, Any]:
 def truth_of(model: Any, ids: Sequence[int], new_tokens: int) -> tuple[torch.Tensor, list[int]]:
     """Logits of plain transformers after a prompt, and its greedy answer."""
     prepare_model(model, chain=False)
-    found = continue_prefill(model, prefill_single(model, ids, CPU), new_tokens)
+    found = continued(model, prefill_single(model, ids, CPU), new_tokens)
     return found.logits, found.tokens
 
 

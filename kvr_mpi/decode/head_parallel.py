@@ -41,7 +41,7 @@ from kvr_mpi.transport.base import FixedTag, gather_json, share_json
 
 PlaceHeads = Callable[[Sequence[float], int], LayerPlacement]
 # Rows of a KV head that go to one rank: the head, and the first row and the end (exclusive) among the head's rows.
-HeadRange = tuple[int, int, int]
+Cut = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class HeadGroup(Group):
         turns = itertools.zip_longest(*share_json(self.ranks, gather_json(self.ranks, mine)))
         return [SharedDocument(home, *told) for turn in turns for home, told in enumerate(turn) if told is not None]
 
-    def _parts_of(self, document: int, rank: int) -> list[list[HeadRange]]:
+    def _parts_of(self, document: int, rank: int) -> list[list[Cut]]:
         """Return what a rank owns of a document, by layer: the heads placed on it, or a part of each head's tokens."""
         layers = zip(self.owners, self.counts[:, document], strict=True)
         if self._merging is None:
@@ -195,9 +195,7 @@ class HeadGroup(Group):
                 place.copy_(part.view(place.shape))
         return make_decode_cache(loaded, stores, document.tokens, document.slack)
 
-    def _send_rows(
-        self, cache: SliceCache, owned: Sequence[list[list[HeadRange]]], places: Sequence[torch.Tensor]
-    ) -> None:
+    def _send_rows(self, cache: SliceCache, owned: Sequence[list[list[Cut]]], places: Sequence[torch.Tensor]) -> None:
         """Send every rank the rows it owns, and copy this rank's own to their places."""
         requests = []
         for rank, by_layer in enumerate(owned):

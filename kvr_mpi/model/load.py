@@ -16,7 +16,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
 from kvr_mpi.model.devices import choose_device
 from kvr_mpi.model.shape import BUILDING, ModelShape, meta_model, probe_shape, shape_of
-from kvr_mpi.model.source import fingerprint_of, locate, model_errors
+from kvr_mpi.model.source import explained, fingerprint_of, locate
 from kvr_mpi.model.tensor_parallel import Part, join_group, part_config, part_of, sliced_weights, why_not_by_plan
 from kvr_mpi.model.tp_group import TensorParallelGroup
 
@@ -80,7 +80,7 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     target, part = choose_device(device, device_index), None
-    with model_errors(path):
+    with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
             raise ModelError(
@@ -183,7 +183,7 @@ def load_outline(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    with model_errors(path):
+    with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         check_config(config)
         tokenizer = AutoTokenizer.from_pretrained(source.location, **options)

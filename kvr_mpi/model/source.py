@@ -108,12 +108,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     partial.mkdir()  # with the user's umask, so that a shared cache is readable
     try:
         # Hide the conversion's progress bar from the batch log.
-        with (
-            model_errors(str(source.path)),
-            BUILDING,
-            _parsed_once(),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
+        with explained(str(source.path)), BUILDING, _parsed_once(), contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
             )
@@ -268,7 +263,7 @@ def _hash_files(files: list[Path]) -> str:
 
 
 @contextlib.contextmanager
-def model_errors(path: str) -> Iterator[None]:
+def explained(path: str) -> Iterator[None]:
     """Convert transformers' errors about a model's files to one `ModelError`."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError

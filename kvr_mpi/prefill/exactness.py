@@ -39,7 +39,7 @@ class Continuation:
 
 
 @torch.inference_mode()
-def continue_prefill(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) -> Continuation:
+def continued(model: Any, prefill: Prefill, count: int, given: Sequence[int] = ()) -> Continuation:
     """Copy the results of a prefill, and decode some tokens.
 
     count : number of tokens to decode, greedily.

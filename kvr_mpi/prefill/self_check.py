@@ -20,13 +20,7 @@ from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import (
-    Continuation,
-    continue_prefill,
-    differences,
-    error_share,
-    why_not_the_same,
-)
+from kvr_mpi.prefill.exactness import Continuation, continued, differences, error_share, why_not_the_same
 from kvr_mpi.prefill.failure import FAILURES
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
@@ -183,7 +177,7 @@ def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, trut
 
 def _follow(loaded: LoadedModel, prefill: Prefill) -> Continuation:
     """Decode one given token after a prefill."""
-    return continue_prefill(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
+    return continued(loaded.model, prefill, 1, loaded.shape.sample_ids(1, first=NEXT_TOKEN))
 
 
 def check_chunks(loaded: LoadedModel) -> None:

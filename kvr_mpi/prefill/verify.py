@@ -19,7 +19,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import Continuation, allowed_error, continue_prefill, differences
+from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, differences
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, why_no_chunks
 from kvr_mpi.transport import Transport, share_json
 
@@ -74,9 +74,7 @@ def verify(
             )
             finding = None
             if is_root:
-                finding = asdict(
-                    _compare(name, tokens, continue_prefill(loaded.model, prefill, NEW_TOKENS), truth, plain)
-                )
+                finding = asdict(_compare(name, tokens, continued(loaded.model, prefill, NEW_TOKENS), truth, plain))
             del prefill
             yield Comparison(**share_json(world, finding))
 
@@ -104,7 +102,7 @@ def _cuts(
 
 def _plain(loaded: LoadedModel, ids: Sequence[int]) -> Continuation:
     prepare_model(loaded.model, chain=False)
-    return continue_prefill(loaded.model, prefill_single(loaded.model, ids, loaded.device), NEW_TOKENS)
+    return continued(loaded.model, prefill_single(loaded.model, ids, loaded.device), NEW_TOKENS)
 
 
 def _compare(name: str, tokens: int, found: Continuation, truth: Continuation, plain: Continuation) -> Comparison:

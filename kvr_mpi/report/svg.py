@@ -15,7 +15,7 @@ from kvr_mpi.report.style import nice_ticks, plain_number
 
 # Margins around the axes.
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 40
-FormatNumber = Callable[[float], str]  # formats a number
+Format = Callable[[float], str]  # formats a number
 
 
 def escaped(text: str) -> str:
@@ -89,7 +89,7 @@ class Drawing:
         end: float,
         name: str,
         ticks: Sequence[float] | None = None,
-        say: FormatNumber = plain_number,
+        say: Format = plain_number,
         left: float = LEFT,
     ) -> Scale:
         """Add the horizontal axis, from 0 to `end`; return its scale."""
@@ -108,9 +108,7 @@ class Drawing:
         """Add the name of the horizontal axis."""
         self.text(at, self.height - 6, name, anchor="middle")
 
-    def y_axis(
-        self, end: float, name: str, ticks: Sequence[float] | None = None, say: FormatNumber = plain_number
-    ) -> Scale:
+    def y_axis(self, end: float, name: str, ticks: Sequence[float] | None = None, say: Format = plain_number) -> Scale:
         """Add the vertical axis, from 0 to `end`; return its scale."""
         scale = Scale(end, self.height - BOTTOM, TOP)
         for tick in nice_ticks(0, end) if ticks is None else ticks:

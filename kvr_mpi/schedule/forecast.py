@@ -30,7 +30,7 @@ from kvr_mpi.prefill.memory_budget import Footprint, choose_chunks, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.history import LEAST_S, History, expected_tokens
-from kvr_mpi.schedule.placement import PredictSeconds
+from kvr_mpi.schedule.placement import SecondsOf
 from kvr_mpi.tuning.identity import model_identity
 from kvr_mpi.tuning.lookup import choose_slices, find_tables
 from kvr_mpi.tuning.table import Table, holds_tables
@@ -175,7 +175,7 @@ class Forecast:
             return 0.0
         return sum(max(0.0, self.ttft_s(tokens, ranks) - self.continued_s(each, tokens)) for each in self.more)
 
-    def document_s(self, tokens: int, ranks: int, ttft_s: PredictSeconds | None = None) -> float:
+    def document_s(self, tokens: int, ranks: int, ttft_s: SecondsOf | None = None) -> float:
         """Time of a document: prefill and answers of all its prompts; `ttft_s` may be interpolated (`sampled`)."""
         prompts, ttft_s = self.parts(tokens), ttft_s or self.ttft_s
         prefill_s = ttft_s(prompts[0], ranks) * max(1, len(prompts) - 1)

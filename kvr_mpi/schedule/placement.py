@@ -93,12 +93,7 @@ class _Choice:
 
 
 def schedule(
-    documents: Sequence[tuple[str, int]],
-    ranks: int,
-    seconds: PredictSeconds,
-    fits: Fits,
-    *,
-    min_efficiency: float = 0.0,
+    documents: Sequence[tuple[str, int]], ranks: int, seconds: SecondsOf, fits: Fits, *, min_efficiency: float = 0.0
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
@@ -239,14 +234,14 @@ def deal(todo: Sequence[tuple[int, int]], chains: int) -> list[set[int]]:
     return shares
 
 
-PredictSeconds = Callable[[int, int], float]
+SecondsOf = Callable[[int, int], float]
 Fits = Callable[[int, int], bool]
 
 # Costs are computed at this many lengths per octave and interpolated with parabolas, since attention is quadratic.
 SAMPLES_PER_OCTAVE = 4
 
 
-def sampled(seconds: PredictSeconds) -> PredictSeconds:
+def sampled(seconds: SecondsOf) -> SecondsOf:
     """Evaluate an expensive smooth function at a few lengths only, and interpolate with parabolas."""
     known: dict[tuple[int, int], float] = {}
 
@@ -267,7 +262,7 @@ def sampled(seconds: PredictSeconds) -> PredictSeconds:
     return between
 
 
-def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: PredictSeconds, fits: Fits) -> Grid:
+def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: SecondsOf, fits: Fits) -> Grid:
     """Microseconds of every document (row) for every chain length (column); `NEVER` where it is impossible."""
     distinct = sorted(set(tokens))
     rows = {count: row for row, count in enumerate(distinct)}

@@ -22,7 +22,7 @@ from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, VOLUME_NAME, create
 from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
-from kvr_mpi.store.hdf5 import explained, group_in
+from kvr_mpi.store.hdf5 import group_in, hdf5_errors
 from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
 from kvr_mpi.store.record import read_head, read_record
@@ -149,7 +149,7 @@ class Survey:
                     kv = group_in(file, KV)
                     for piece in pieces:
                         try:
-                            with explained(path):
+                            with hdf5_errors(path):
                                 open_kv(group_in(kv, key_of(piece.id)), piece.bytes, piece.sha256).check()
                         except DataError as error:
                             self.spoilt[piece] = str(error)

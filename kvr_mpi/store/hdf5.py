@@ -45,7 +45,7 @@ def open_hdf5(path: Path) -> Iterator[h5py.File]:
     """Open a file for reading; any failure while it is open is a `DataError` that names it."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    with explained(path), h5py.File(path, "r", locking=False) as file:
+    with hdf5_errors(path), h5py.File(path, "r", locking=False) as file:
         yield file
 
 
@@ -55,7 +55,7 @@ def create_hdf5(path: Path) -> h5py.File:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def hdf5_errors(path: Path) -> Iterator[None]:
     """Convert HDF5's errors to a `DataError` that names the file."""
     try:
         yield

@@ -46,8 +46,8 @@ from kvr_mpi.store.hdf5 import (
     as_tensor,
     attribute_names,
     dataset_in,
-    explained,
     group_in,
+    hdf5_errors,
     read_attribute,
     read_bits,
     size_bytes,
@@ -159,7 +159,7 @@ class StoredLayer:
         """Read a range of tokens of keys (column 0) or values (1), and verify the blocks that contain them."""
         dataset, block = (self.keys, self.values)[column], BLOCK_TOKENS
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
-        with explained(Path(dataset.file.filename)):
+        with hdf5_errors(Path(dataset.file.filename)):
             bits = read_bits(dataset, start, stop)
         for at in range(start, stop, block):
             if _digest_of(bits[at - start : at - start + block]) != self.digests[at // block, column]:

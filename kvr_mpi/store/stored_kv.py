@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import explained, group_in, type_name
+from kvr_mpi.store.hdf5 import group_in, hdf5_errors, type_name
 from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues, StoredLayer, StoredPiece, open_kv
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.volumes import KV, key_of, open_volume
@@ -189,7 +189,7 @@ def open_pieces(name: str, pieces: Sequence[Piece], *, is_part: bool = False) ->
     with ExitStack() as stack:
         for piece in pieces:
             path = Path(piece.path)
-            with explained(path):
+            with hdf5_errors(path):
                 if path not in files:
                     files[path] = stack.enter_context(open_volume(path))
                 group = group_in(group_in(files[path], KV), key_of(piece.id))

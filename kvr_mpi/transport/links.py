@@ -23,8 +23,8 @@ PING, STOP = 0, -1
 ROUNDS = 10
 
 # Waits for a request, given a description for errors; may raise a timeout.
-WaitForRequest = Callable[[Request, str], None]
-ReadClock = Callable[[], float]
+Await = Callable[[Request, str], None]
+Now = Callable[[], float]
 
 
 def wait_on_host(request: Request, who: str) -> None:
@@ -61,7 +61,7 @@ def measure_links(
     transport: Transport,
     device: torch.device,
     effort: Effort = Effort(),
-    wait: WaitForRequest = wait_on_host,
+    wait: Await = wait_on_host,
 ) -> MeasuredLink | None:
     """Measure this rank's two links with tensors on `device`; every rank calls this.
 
@@ -76,7 +76,7 @@ def measure_links(
     return link
 
 
-def _ask(transport: Transport, device: torch.device, effort: Effort, wait: WaitForRequest) -> MeasuredLink:
+def _ask(transport: Transport, device: torch.device, effort: Effort, wait: Await) -> MeasuredLink:
     import torch
 
     peer, who = transport.rank + 1, f"an answer of rank {transport.rank + 1}"
@@ -110,7 +110,7 @@ def _ask(transport: Transport, device: torch.device, effort: Effort, wait: WaitF
     return MeasuredLink(latency_s, size / max(taken_s - 2 * latency_s, 1e-9), intact)
 
 
-def _answer(transport: Transport, device: torch.device, wait: WaitForRequest) -> None:
+def _answer(transport: Transport, device: torch.device, wait: Await) -> None:
     """Respond to the measurements of the previous rank."""
     import torch
 
@@ -155,9 +155,7 @@ class Skew:
     error_s: float
 
 
-def measure_skews(
-    transport: Transport, ranks: Sequence[int], wait: WaitForRequest, clock: ReadClock = time.time
-) -> dict[int, Skew]:
+def measure_skews(transport: Transport, ranks: Sequence[int], wait: Await, clock: Now = time.time) -> dict[int, Skew]:
     """Estimate the clock offsets of some ranks on rank 0; every rank calls this.
 
     The shortest of several round trips counts; the answer is assumed to be in its middle. `clock` returns seconds.

@@ -90,11 +90,7 @@ def test_a_replay_that_gives_something_else_is_found_and_none_is_used(
     ("error", "goes_on"), [(torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("capturing"), False)]
 )
 def test_a_failed_recording_costs_no_answer(
-    error: Exception,
-    goes_on: bool,
-    graphs: list[Recording],
-    recorders: list[StepRecorder],
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, goes_on: bool, graphs: list[Recording], recorders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short of memory, other prompts' steps may be recorded all the same."""
     expected = truth("llama-gqa", monkeypatch)

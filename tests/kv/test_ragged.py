@@ -22,7 +22,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.arena import Arena
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
-from kvr_mpi.prefill.exactness import continue_prefill
+from kvr_mpi.prefill.exactness import continued
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import prefill_packed
 
@@ -90,7 +90,7 @@ def reference(loaded: LoadedModel, ids: list[int], retained: Retained, tokens: l
 
 def logits_after(loaded: LoadedModel, prefill: Prefill, tokens: list[int]) -> torch.Tensor:
     """Logits (tokens, vocab) after each of some tokens, one by one."""
-    return torch.stack(continue_prefill(loaded.model, prefill, len(tokens), tokens).steps)
+    return torch.stack(continued(loaded.model, prefill, len(tokens), tokens).steps)
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["ragged", "alike"])

@@ -16,7 +16,7 @@ from benchmarks.tiny import shrink
 from kvr_mpi.errors import ConfigError, ModelError, PartitionError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, continue_prefill, differences, first_difference
+from kvr_mpi.prefill.exactness import allowed_error, continued, differences, first_difference
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain, check_spread
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -37,7 +37,7 @@ def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
     Also after a prefix, and in chunks where the model takes them.
     """
     loaded, ids = tiny(name), prompt(TOKENS)
-    truth = continue_prefill(loaded.model, single(loaded, ids), NEW_TOKENS)
+    truth = continued(loaded.model, single(loaded, ids), NEW_TOKENS)
     prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
     prefix, chunks = compute_prefix(loaded, ids[:25]), CHUNKS if name in CONFIGS else ()
     for bounds, new_tokens, options in (
@@ -45,7 +45,7 @@ def test_logits_tokens_and_kv_equal_one_process(name: str) -> None:
         *((bounds, 8, {"prefix": prefix}) for bounds in [(0, 60), (0, 26, 60), (0, 40, 59, 60)]),
         *((bounds, 8, {"chunk_tokens": size}) for bounds, size in chunks),
     ):
-        found = continue_prefill(loaded.model, chain(loaded, ids, bounds, new_tokens, **options), new_tokens)
+        found = continued(loaded.model, chain(loaded, ids, bounds, new_tokens, **options), new_tokens)
         assert first_difference(differences(found, truth), NOISE) is None, (bounds, options)
         assert found.tokens == truth.tokens[:new_tokens], (bounds, options)
 

@@ -20,7 +20,7 @@ from kvr_mpi.kv import buffers
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, continue_prefill, differences, error_share, first_difference
+from kvr_mpi.prefill.exactness import allowed_error, continued, differences, error_share, first_difference
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport
@@ -48,13 +48,13 @@ def test_strategies_equal_one_process_behind_a_prefix(
     assert sum(stop - start for start, stop in owned) == tokens - known
     for model in ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gemma2-softcap", "gpt-oss-sinks"):
         loaded, ids = tiny(model), prompt(tokens)
-        truth = continue_prefill(loaded.model, single(loaded, ids), NEW_TOKENS)
+        truth = continued(loaded.model, single(loaded, ids), NEW_TOKENS)
         prepare_model(loaded.model, chain=True)
         prefix = compute_prefix(loaded, ids[:known]) if known else None
         options: dict[str, Any] = {"prefix": prefix, "last": 1, "reserve_tokens": NEW_TOKENS}
         ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, strategy.make, **options))  # noqa: B023
         assert [at for at, rank in enumerate(ranks) if rank.logits is not None] == [1]
-        found = continue_prefill(loaded.model, ranks[1], NEW_TOKENS)
+        found = continued(loaded.model, ranks[1], NEW_TOKENS)
         assert first_difference(differences(found, truth), allowed_error(torch.float32)) is None, model
         assert found.tokens == truth.tokens, model
 

@@ -12,7 +12,7 @@ from kvr_mpi.kv.head_store import bytes_of_stores
 from kvr_mpi.kv.rolling import SINKS, Rolling
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
-from kvr_mpi.prefill.exactness import Continuation, continue_prefill
+from kvr_mpi.prefill.exactness import Continuation, continued
 from kvr_mpi.prefill.streaming import prefill_rolling, prove_rolling
 
 NEW_TOKENS = 12
@@ -21,7 +21,7 @@ NEW_TOKENS = 12
 def streamed(loaded: LoadedModel, ids: list[int], rolling: Rolling) -> Continuation:
     """Logits and the greedy tokens after them."""
     prepare_model(loaded.model, chain=True)
-    return continue_prefill(loaded.model, prefill_rolling(loaded, ids, rolling), NEW_TOKENS)
+    return continued(loaded.model, prefill_rolling(loaded, ids, rolling), NEW_TOKENS)
 
 
 @pytest.mark.parametrize(("cache_tokens", "step_tokens"), [(15, 1), (15, 7), (16, 64), (40, 16)])
@@ -31,7 +31,7 @@ def test_windows_that_fit_give_what_one_process_gives(cache_tokens: int, step_to
     held = set()
     for tokens in (3, 16, 130):
         ids = prompt(tokens)
-        truth = continue_prefill(loaded.model, single(loaded, ids), NEW_TOKENS)
+        truth = continued(loaded.model, single(loaded, ids), NEW_TOKENS)
         found = streamed(loaded, ids, Rolling(cache_tokens, step_tokens))
         torch.testing.assert_close(found.logits, truth.logits, atol=1e-4, rtol=0)
         assert found.tokens == truth.tokens

@@ -67,7 +67,7 @@ def test_verify_runs_models_without_keys_or_positions(name: str) -> None:
 
 @pytest.mark.parametrize("layer", [0, 1, 2, None])
 def test_verify_notices_nan_in_any_layer_and_another_token(layer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, copied, follow = tiny("llama-gqa"), exactness.copy_layers, exactness.continue_prefill
+    loaded, copied, follow = tiny("llama-gqa"), exactness.copy_layers, exactness.continued
 
     def with_nan(cache: Any) -> Any:
         layers = copied(cache)
@@ -80,7 +80,7 @@ def test_verify_notices_nan_in_any_layer_and_another_token(layer: int | None, mo
         return answer if prefill.is_plain else replace(answer, tokens=[*answer.tokens[:-1], -1])
 
     if layer is None:  # of a chain whose logits, keys and values are right
-        monkeypatch.setattr("kvr_mpi.prefill.verify.continue_prefill", other)
+        monkeypatch.setattr("kvr_mpi.prefill.verify.continued", other)
     else:
         monkeypatch.setattr(exactness, "copy_layers", with_nan)
     findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]

@@ -87,12 +87,7 @@ SIZES = {name: {PREPACKED: size} for name, size in (("little", 1), ("most", 10),
         # Where the other takes the rows that it would pay for, a copy is none.
         ({"a": BOTH["a"] | {PREPACKED: [1.5, 1.5, 1.05, 1.05]}}, BITS, 15, {"a": "nnpp"}),
         # Of two layouts, the one that is faster with the most rows at which they differ by more than noise.
-        (
-            {"a": {PREPACKED: [0.8, 0.9, 0.96, 1.06], PANELS: [1.4, 1.7, 1.0, 1.04]}},
-            {"a": {PANELS: 10}},
-            10,
-            {"a": "llpl"},
-        ),
+        ({"a": {PREPACKED: [0.8, 0.9, 0.96, 1.06], PANELS: [1.4, 1.7, 1.0, 1.04]}}, {"a": {}}, 0, {"a": "llpl"}),
         ({"a": {PREPACKED: [1.5, 1.5, 1.2, 1.3], PANELS: [2.0, 2.0, 1.5, 1.2]}}, BITS, 10, {"a": "cccc"}),
         (
             {"a": {PREPACKED: [1.5, 1.5, 1.2, 0.0], PANELS: [2.0, 2.0, 1.5, 0.0]}},
