@@ -78,6 +78,9 @@ def test_a_token_is_taken_back_far_beyond_the_cache() -> None:
     with torch.inference_mode():
         again = run_model(loaded.model, torch.tensor([[expected[59]]]), found.cache)[0]
     assert int(again.argmax()) == expected[60] and found.cache.length == 100
+    found.cache.step_back(92)  # the last 15 + 8 tokens are held
+    with pytest.raises(ModelError, match="tokens from 76 on are needed, but only those from 77 on are held"):
+        found.cache.step_back(91)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "gpt-oss-sinks", "llama4-chunks"])
