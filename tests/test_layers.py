@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,21 +111,12 @@ def test_importing_loads_nothing_heavy(modules: str, heavy: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-# The commands are also functions of the Python interface, with the same names.
-COMMANDS = {"plan", "run", "simulate", "verify"}
-
-
 def test_a_name_means_one_thing() -> None:
-    """No two modules define a public class, function or type with the same name."""
-    found: dict[str, list[str]] = {}
+    """No two modules define a public class, function or type with the same name, but for commands in Python."""
+    found = defaultdict[str, list[Path]](list)
     for path in FILES:
         for node in tree_of(path).body:
-            names = [getattr(node, "name", "")]
-            if isinstance(node, ast.Assign):
-                names = [
-                    target.id for target in node.targets if isinstance(target, ast.Name) and not target.id.isupper()
-                ]
-            for name in names:
-                if name and not name.startswith("_"):
-                    found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
-    assert not {name: where for name, where in found.items() if len(where) > 1 and name not in COMMANDS}
+            for name in (getattr(node, "name", ""), *(getattr(one, "id", "") for one in getattr(node, "targets", []))):
+                if name and not name.isupper() and not name.startswith("_"):
+                    found[name].append(path)
+    assert {name for name, where in found.items() if len(where) > 1} == {"plan", "run", "simulate", "verify"}

@@ -104,10 +104,11 @@ def _stored_cache(
             for layer, heads in kept.items()
         }
         return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows, heads=held)
-    ids = ids[: max((first + len(layer[0]) for layer in layers if layer is not None), default=0)]
+    ids = ids[: cache.get_seq_length() if prefill.is_plain else cache.length]
     if all(layer is None or first + len(layer[0]) == len(ids) for layer in layers):
         return layers, CachedTokens(ids, prompt.text, first, heads=held)
-    return [] if held is not None else layers, None  # some heads of some tokens could not be merged into a whole cache
+    # A layer with a window has only the last tokens. Some heads of them could not be merged into a whole cache.
+    return [] if held is not None else layers, None
 
 
 def _stored_share(

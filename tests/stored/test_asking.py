@@ -148,6 +148,15 @@ def test_documents_without_a_whole_cache_are_refused_before_the_model_is_loaded_
     assert sum(record.status == "done" for record in found.values()) == 10
 
 
+@pytest.mark.parametrize("name", ["mistral-window", "gemma2-softcap"])
+def test_last_tokens_alone_are_not_stored_as_the_first(run_job: Any, ask: Ask, model_of: Any, name: str) -> None:
+    """Plain transformers keeps no others in layers with windows: in all of Mistral's, in some of Gemma's."""
+    model = f"model.path={model_of(name)}"
+    run = run_job(2, model, "parallel.strategy=single", "output.kv=true", "prompt.max_tokens=500").folder
+    assert open_results(run).kv("doc-0.txt").token_ids is None
+    assert "no token ids, or not all tokens" in ask(run, model, code=78).log
+
+
 @pytest.mark.slow
 def test_keys_of_another_model_are_refused(run: Path, tmp_path: Path, ask: Ask, tiny_model_dir: Path) -> None:
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
