@@ -31,6 +31,7 @@ NAMES = sorted(ENTRIES) if WANTED == "all" else WANTED.split(",")
 EXACT = {
     "planned": ("parallel.ranks_per_chain=auto",),
     "stored": ("output.kv=true",),
+    "stored-single": ("parallel.strategy=single", "output.kv=true"),
     "chunks": ("parallel.chunk_tokens=48",),
     "sharded": ("output.kv=sharded",),
     "heads": ("decode.mode=head-parallel",),
