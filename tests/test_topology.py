@@ -60,7 +60,7 @@ def test_devices_and_cores_are_shared_evenly(ranks: int, devices: int) -> None:
     used = topology.gpus_in_turn([list(map(str, range(devices)))] * ranks)
     counts = [used.count(device) for device in range(devices)]
     assert max(counts) - min(counts) <= 1
-    shares = [topology.even_share_cores(range(devices), rank, ranks) for rank in range(ranks)]
+    shares = [topology.share_of_cores(range(devices), rank, ranks) for rank in range(ranks)]
     assert all(shares) and set().union(*shares) <= set(range(devices))
     if ranks <= devices:
         assert sum(map(len, shares)) == len(set().union(*shares)), "no core is shared by two"
