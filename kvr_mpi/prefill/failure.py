@@ -1,7 +1,7 @@
 """A rank that fails within a prompt still takes part in all transfers, so that the chain can continue.
 
 A rank fails if it runs out of memory, or cannot read the stored prefix of the prompt; with plain transformers, also if
-the model's own code fails, such as behind its last position.
+the model's own code fails, such as past its last position.
 
 The other ranks wait for segments from this rank, and for it to receive theirs. So it continues to receive, forward and
 send through the last layer; its own segments then contain arbitrary data. At the end all ranks send their status to the
