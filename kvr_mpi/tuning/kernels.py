@@ -253,7 +253,7 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
     """
     chosen = {}
     for name in sorted(gains, key=lambda one: -max((max(row) for row in gains[one].values()), default=0.0)):
-        sizes, (found, spare) = copy_bytes.get(name, {}), _with_one_layout(gains[name])
+        sizes, found = copy_bytes.get(name, {}), _with_one_layout(gains[name])
         while True:
             ways = _fastest(found)
             most = {
@@ -262,26 +262,18 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
             needed = sum(sizes[way] for way in most)
             if not most or (min(most.values()) >= LEAST_COPY_GAIN and needed <= room):
                 break
-            least = min(most, key=most.__getitem__)  # gains too little for its memory, or does not fit
-            del found[least]
-            if least in LAYOUTS:  # the other one may gain more, with fewer rows
-                found, spare = found | spare, {}
+            del found[min(most, key=most.__getitem__)]  # gains too little for its memory, or does not fit
         room -= needed
         if set(ways) != {PLAIN}:
             chosen[name] = ways
     return chosen
 
 
-def _with_one_layout(gains: Mapping[str, list[float]]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Set one of the two `LAYOUTS` of weights aside: the slower at the most rows at which they clearly differ."""
-    if not gains.keys() >= {*LAYOUTS}:
-        return dict(gains), {}
-    one, other = LAYOUTS
-    worse = other
-    for here, there in zip(gains[one], gains[other], strict=True):  # the last of them decides
-        if max(here, there) > LEAST_GAIN * min(here, there):
-            worse = other if here > there else one
-    return {way: row for way, row in gains.items() if way != worse}, {worse: gains[worse]}
+def _with_one_layout(gains: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Keep only one of the `LAYOUTS` of weights: the one that is faster at the largest measured number of rows."""
+    layouts = [way for way in LAYOUTS if way in gains]
+    best = max(layouts, key=lambda way: [gains[way][at] for at in reversed(range(len(ROWS)))], default=None)
+    return {way: row for way, row in gains.items() if way == best or way not in layouts}
 
 
 def _fastest(gains: Mapping[str, Sequence[float]]) -> Ways:
