@@ -150,8 +150,7 @@ class DecodeBatch:
                     is_plain=prefill.is_plain,
                 )
                 if isinstance(found, Failure):
-                    short = "not enough memory to score its continuations: "
-                    why = (short if found.cause == "memory" else "") + found.why
+                    why = found.explain("to score its continuations")
                 else:
                     scores = found
             except DocumentError as error:
@@ -222,8 +221,7 @@ class DecodeBatch:
             self._aside.append(row[0])
         else:
             if row[0].writing is not None:
-                short = "not enough memory for its next token, even with no other document: "
-                row[0].writing.fail((short if logits.cause == "memory" else "") + logits.why)
+                row[0].writing.fail(logits.explain("for its next token, even with no other document"))
             self._word_of(row[0])
             self._go_on(row, [(ENDED, 0)])
 

@@ -47,6 +47,10 @@ class Failure:
     why: str
     cause: Literal["memory", "stored", "model"] = "memory"
 
+    def explain(self, work: str) -> str:
+        """Return the reason as shown to users; `work` says what there was not enough memory for."""
+        return f"not enough memory {work}: {self.why}" if self.cause == "memory" else self.why
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: torch's error on a GPU, its RuntimeError on a CPU, or Python's MemoryError."""
@@ -83,7 +87,8 @@ def attempt(
             return Failure(why)
         if not is_plain or isinstance(error, torch.AcceleratorError):  # after which a GPU computes nothing more
             raise
-        return Failure(f"transformers' own code fails ({type(error).__name__}: {why})", "model")
+        why = f"transformers' own code fails ({type(error).__name__}: {why})"
+        return Failure(f"{why}; if the prompt is too long for this model, lower prompt.max_tokens", "model")
 
 
 def play_on(cache: SliceCache) -> None:
