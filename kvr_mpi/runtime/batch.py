@@ -7,6 +7,8 @@ front of its own list, then from the list with the most work left (``work_queue`
 
 from __future__ import annotations
 
+import os
+import threading
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -70,6 +72,7 @@ from kvr_mpi.transport import Transport, gather_json, on_root, share_json, toget
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
 
+LAST_LINES_S = 2.0
 RESPONSES = "responses.jsonl"  # file with the responses to an OpenAI batch file, next to the results
 
 
@@ -82,9 +85,11 @@ def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transpo
     stop = Stop(machine.deadline_s)
 
     def end_at_once(why: str) -> None:
-        log.line(why)
-        log.line(exit_line(EXIT_STOPPED))
+        lines = threading.Thread(target=lambda: [*map(log.line, (why, exit_line(EXIT_STOPPED)))], daemon=True)
+        lines.start()
+        lines.join(LAST_LINES_S)  # the log may be a full pipe
         world.abort(EXIT_STOPPED)
+        os._exit(EXIT_STOPPED)  # a process without MPI
 
     with listening(stop, log.root, end_at_once), ExitStack() as held:
         return _run(spec, options, machine, world, log, stop, held)
