@@ -106,7 +106,8 @@ def listening(stop: Stop, tell: Say, end: Say) -> Iterator[None]:
         if stop.heard:
             call, line = end, f"{name} while stopping: ending at once; finished documents are kept"
         else:
-            call, line = tell, (
+            call = tell
+            line = (
                 f"{name}: starting no more documents, and waiting for the prompts and answers in progress; a second "
                 "signal ends the job at once, and keeps what is finished"
             )
