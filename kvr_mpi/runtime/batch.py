@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.disk import OTHER_FOLDER, remove_rank_files, replacing
-from kvr_mpi.documents import Corpus, describe_others, scan_corpus
+from kvr_mpi.documents import Corpus, describe_others, is_table, scan_corpus
 from kvr_mpi.errors import (
     EXIT_BAD_DATA,
     EXIT_OK,
@@ -26,6 +26,7 @@ from kvr_mpi.errors import (
     ConfigError,
     OutputError,
     Say,
+    UnavailableError,
     counted,
     exit_line,
 )
@@ -267,11 +268,20 @@ def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
-    """List a job's documents, without reading files that are as in `known`; `CorpusError` if there are none."""
+    """List a job's documents, without reading files that are as in `known`.
+
+    Raises `CorpusError` if there are none; `UnavailableError` if a table cannot be read now, while the number of its
+    rows decides which documents this job has.
+    """
     wanted = spec.documents
     if spec.questions is not None:
         raise ConfigError("a job with [questions] uses the documents of a run and cannot be planned")
-    return scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(spec.prompts), known=known)
+    prompts = list(spec.prompts)
+    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=prompts, known=known)
+    for entry in corpus.entries if wanted.shard is not None or wanted.limit is not None else ():
+        if entry.is_transient and is_table(Path(corpus.files[entry.file].path)):
+            raise UnavailableError(f"{entry.error}; its rows are counted for documents.shard and documents.limit")
+    return corpus
 
 
 def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
