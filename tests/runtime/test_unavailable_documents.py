@@ -38,7 +38,7 @@ def test_a_resume_answers_what_could_not_be_read(run_job: Callable[..., Any], co
     assert failed.keys() == {"doc-2.txt", "deep/rows.jsonl"} and len(first.records) == 6
     assert all(error.startswith(NOT_NOW) for error in failed.values())
     with faults(Faults("open", "rows.jsonl")):
-        run_job(1, to="out", code=EXIT_BAD_DATA, words=["--resume"])
+        run_job(1, "output.max_failed=5", to="out", code=EXIT_BAD_DATA, words=["--resume"])
     second = run_job(1, to="out", words=["--resume"])
     assert second.tokens == whole.tokens and ROWS[0] in second.tokens
     assert "nothing left to do" in run_job(1, to="out", words=["--resume"]).log
