@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvr_mpi.cgroups import usable_cores
 
 if TYPE_CHECKING:
     from kvr_mpi.setup.job_setup import Machine
@@ -20,7 +25,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
     threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
     return Machine(
         cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
         owner=read_owner(environ),
@@ -67,7 +72,39 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
 
     oneDNN then caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between
     packed rows of prompts: with 1024, the memory of a rank grew by 70 MB over 30,000 tiny documents.
+
+    In a job of SLURM, compiled kernels and converted models are kept on the node (`_use_node`).
     """
+    _use_node(environ)
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+
+def _use_node(environ: MutableMapping[str, str]) -> None:
+    """Keep what is compiled on the node, since many ranks that compile into one network home delay each other.
+
+    Models are converted there, too, if the site or SLURM names a place; ``/tmp`` may be small.
+    """
+    named = environ.get("KVR_LOCAL") or environ.get("SLURM_TMPDIR")
+    wanted = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"} | (
+        {"KVR_CACHE": "models"} if named else {}
+    )
+    missing = [name for name in wanted if not environ.get(name)]
+    if missing and (named or "SLURM_JOB_ID" in environ):
+        with contextlib.suppress(OSError):
+            folder = private_folder(Path(named or environ.get("TMPDIR") or "/tmp"))
+            environ.update({name: str(folder / wanted[name]) for name in missing})
+
+
+def private_folder(base: Path) -> Path:
+    """Return a folder in which only this user can write, since programs load libraries from it.
+
+    It is the same for all processes of the user, unless somebody else has made one of that name.
+    """
+    folder = base / f"kvr-{os.getuid()}"
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="kvr-", dir=base))
