@@ -13,7 +13,8 @@ import transformers as tf
 from constants import Kvr
 from made_jobs import TEXT, load
 
-from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import fit_prompt, make_frame
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 
 CLOSE = 2e-4  # float32, of slices that are cut elsewhere

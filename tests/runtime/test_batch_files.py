@@ -12,7 +12,8 @@ import pytest
 from constants import Kvr
 from made_jobs import TEXT, with_settings
 
-from kvr_mpi.documents.prompts import PromptText, encode_text
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.results import open_results
 
