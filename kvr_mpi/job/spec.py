@@ -147,10 +147,10 @@ class PromptSection(Strict):
     @field_validator("date", mode="before")
     @classmethod
     def _iso_date(cls, value: Any) -> Any:
-        if isinstance(value, date):  # TOML has dates
-            return value.isoformat()
-        try:
-            return value if value is None else datetime.fromisoformat(value).isoformat()
+        if value is None:
+            return None
+        try:  # TOML has dates
+            return datetime.fromisoformat(value.isoformat() if isinstance(value, date) else value).isoformat()
         except (ValueError, TypeError):
             raise ValueError("expected a date such as 2026-01-31, or with a time 2026-01-31T12:00:00") from None
 

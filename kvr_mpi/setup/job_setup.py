@@ -15,6 +15,7 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.placing import HeadSharing
+from kvr_mpi.documents.chat import is_dated
 from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, PromptText
 from kvr_mpi.job import JobSpec
@@ -175,6 +176,9 @@ def whole_identity(
         "frame": frame.sha256,
         **identity_of(spec),
     }
+    has_chat = spec.prompt.chat_template is not False or spec.documents.format != "text"
+    if has_chat and is_dated(loaded.tokenizer):
+        identity["date"] = spec.prompt.date
     if compression is not None:
         identity["compress"] = compression.identity
     if rolling is not None:
