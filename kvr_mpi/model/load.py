@@ -105,7 +105,7 @@ def load_model(
         else:
             part = part_of(config, tp_group.rank, tp_group.size)
             model, info = _read_part(Path(source.location), config, part, _dtype_of(config, dtype), target)
-        tokenizer = load_tokenizer(source.location, **options)
+        tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         check_loaded(model, info)
         check_dtype(model.dtype, target)
         model = model.to(target).eval()
@@ -187,7 +187,7 @@ def load_outline(
     with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         check_config(config)
-        tokenizer = load_tokenizer(source.location, **options)
+        tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         chosen, model = _dtype_of(config, dtype), meta_model(config, torch.bfloat16)
         shape = shape_of(model, chosen)
     return LoadedModel(model, tokenizer, shape, path, fingerprint_of(source, config), chosen, torch.device("meta"))

@@ -30,8 +30,10 @@ OF_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
 HEAD_CHARS = 1 << 20  # most files have all but their vocabulary in it
 
 
-def load_tokenizer(location: str, **options: Any) -> Any:
-    """Load a model's tokenizer; parameters are those of transformers' ``from_pretrained``.
+def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any) -> Any:
+    """Load a model's tokenizer; `options` are those of transformers' ``from_pretrained``.
+
+    is_converted : the files are made from a GGUF file, which has neither of the two; they are not compared.
 
     Raises `ModelError` if it is not the tokenizer of ``tokenizer.json``, and no setting in tokenizer_config.json
     explains that.
@@ -43,7 +45,7 @@ def load_tokenizer(location: str, **options: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     file, config = (cached_file(location, name, **settings) for name in ("tokenizer.json", "tokenizer_config.json"))
-    if backend is None or file is None or _has_parts_of(backend, Path(file)):
+    if is_converted or backend is None or file is None or _has_parts_of(backend, Path(file)):
         return tokenizer
     said = {} if config is None else json.loads(Path(config).read_text(encoding="utf-8"))
     why = _difference(
@@ -147,5 +149,5 @@ def _difference(tokenizer: Any, file: Path, *, may_differ_in_space: bool) -> str
 
 def _differ_in_space(one: list[int], other: list[int]) -> bool:
     """Whether only the first word differs, as it does if a space is put before it."""
-    shared = min(len(one), len(other)) - 1
-    return abs(len(one) - len(other)) <= 1 and one[-shared:] == other[-shared:]
+    rest = min(len(one), len(other)) - 1
+    return abs(len(one) - len(other)) <= 1 and one[len(one) - rest :] == other[len(other) - rest :]
