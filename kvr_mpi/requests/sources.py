@@ -92,10 +92,8 @@ class PromptConfig:
         context = frame.max_tokens + self.max_new_tokens
         room = context - new_tokens
         if room < 1:
-            raise DocumentError(
-                f"an answer of up to {new_tokens} tokens (max_tokens) leaves no room for a prompt in the context of "
-                f"{context} tokens; expected at most {context - 1}"
-            )
+            what = f"max_tokens is {own}" if own is not None else f"a continuation has {new_tokens} tokens"
+            raise DocumentError(f"{what}, but the context for prompt and answer together has {context} tokens")
         frame, reduce_frame, *others = (
             replace(one, max_tokens=room).filled(self.tokenizer, document.columns)
             for one in (frame, reduce_frame, *self.questions.values())

@@ -84,7 +84,8 @@ def test_every_request_is_answered_as_it_asks(batch_of: BatchOf, run_job: Any, r
     assert body["usage"]["completion_tokens"] == 3
     assert body["usage"]["total_tokens"] == found["short"].prompt_tokens + 3
     failed = {name: line["error"]["message"] for name, line in lines["error"].items()}
-    assert "body.n is 2" in failed["two"] and "beams" in failed["unknown"] and "too long" in failed["too-much"]
+    assert "body.n is 2" in failed["two"] and "beams" in failed["unknown"]
+    assert "max_tokens is 10000, but the context" in failed["too-much"]
     assert "'/v1/embeddings'" in failed["elsewhere"]
 
 
