@@ -13,7 +13,7 @@ from typing import Any
 
 from kvr_mpi.documents.chat import DEFAULT_CHAT, MARK, ChatOptions, render_chat, why_not_used
 from kvr_mpi.documents.document import Message
-from kvr_mpi.documents.encoding import Place, encoder_of
+from kvr_mpi.documents.encoding import PiecePlace, encoder_of
 from kvr_mpi.errors import ConfigError, DocumentError
 
 # Around the name of a control token in a message. A template may separate the two.
@@ -64,7 +64,7 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Message], options: Ch
             )
         of_messages = [bool(opens or closes) for opens, _, closes in again]
     ids: list[int] = []
-    place: Place = "start"
+    place: PiecePlace = "start"
     end = 0
 
     def add(more: list[int]) -> None:

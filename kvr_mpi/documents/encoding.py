@@ -1,9 +1,8 @@
-"""Pieces of a prompt to token ids: the words around a document, and the text of a document, which cannot have control.
+"""Pieces of a prompt to token ids: the words of templates, and the texts of documents, which have no control tokens.
 
-The pieces of a prompt are tokenised one by one. Tokenizers of the SentencePiece kind put a space before every text that
-they are given, so each piece is tokenised with knowledge of its place in the prompt (`Place`): the ids of the pieces
-together decode to the text of the pieces together. Where the tokens of the whole text would span two pieces (a space or
-line break at the end of one), the ids differ from those of the whole text, but the text that they stand for does not.
+Each piece is tokenised separately. SentencePiece tokenizers add a space before every text, so a piece is tokenised by
+its place in the prompt (`PiecePlace`): no piece gets a space that the whole text would not get there. Where a token of
+the whole text would span two pieces (such as a space and the next word), the ids are others, for the same text.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-# Where a piece of a prompt begins: it is the first; after an added token, which ends a text for the tokenizer; or
-# within a text. The ways of adding a space (such as Metaspace's prepend_scheme) differ in where they do it.
-Place = Literal["start", "after", "middle"]
+# Where a piece begins: at the start of the prompt; after an added token, since tokenizers process the text between two
+# added tokens by itself; or in the middle of such a text. Tokenizers add a space at the start, or also after a token.
+PiecePlace = Literal["start", "after", "middle"]
 HTML = "b blockquote caption code em h1 h2 h3 h4 h5 h6 i s strong sub sup table tbody td tfoot th thead tr u"
 # Added tokens that are not special and part of ordinary text: whitespace, single characters, words, and HTML tags.
 ORDINARY = re.compile(rf"[\s▁]+|.|\w+|</?(?:{HTML.replace(' ', '|')})>", re.DOTALL)
-# Texts before which slow tokenizers are given a piece from the middle of a text; the first that stays apart is used.
+# A slow tokenizer gets one of these before a piece from the middle of a text: the first that does not merge with it.
 BEFORE = ("\n", "|", "a", "0")
 
 
-def encode_text(tokenizer: Any, text: str, place: Place = "start") -> list[int]:
+def encode_text(tokenizer: Any, text: str, place: PiecePlace = "start") -> list[int]:
     """Return the token ids of a document's text; control tokens in it are plain text."""
     return encoder_of(tokenizer).text(text, place)
 
 
-def encode_words(tokenizer: Any, text: str, place: Place = "start") -> list[int]:
+def encode_words(tokenizer: Any, text: str, place: PiecePlace = "start") -> list[int]:
     """Return the token ids of words of a template, in which control tokens are recognised."""
     return encoder_of(tokenizer).words(text, place)
 
@@ -71,18 +70,18 @@ class Encoder:
         ids = {} if known is None else {known.token_to_id(names[id]): id for id in ordinary}
         self._ordinary_ids = {here: id for here, id in ids.items() if here != id}
 
-    def text(self, text: str, place: Place = "start") -> list[int]:
+    def text(self, text: str, place: PiecePlace = "start") -> list[int]:
         """Return the ids of a text without control tokens."""
         return self.texts([text], place)[0]
 
-    def texts(self, texts: Sequence[str], place: Place = "start") -> list[list[int]]:
+    def texts(self, texts: Sequence[str], place: PiecePlace = "start") -> list[list[int]]:
         """Return the ids of several texts, each at this place; fast tokenizers process them in parallel."""
         return [
             ids if self._control_ids.isdisjoint(ids) else self._without_control(text, place)
             for text, ids in zip(texts, self._encode_plain(texts, place), strict=True)
         ]
 
-    def words(self, text: str, place: Place = "start") -> list[int]:
+    def words(self, text: str, place: PiecePlace = "start") -> list[int]:
         """Return the ids of words that may have control tokens."""
         if not text:
             return []
@@ -97,11 +96,11 @@ class Encoder:
         end = offsets[before][0] if before < len(ids) else len(text)
         return [*self._encode_plain([text[:end]], place)[0], *ids[before:]]
 
-    def place_after(self, ids: Sequence[int], place: Place) -> Place:
+    def place_after(self, ids: Sequence[int], place: PiecePlace) -> PiecePlace:
         """Return the place of what follows a piece with these ids, which is itself at `place`."""
         return place if not ids else "after" if ids[-1] in self._added else "middle"
 
-    def _without_control(self, text: str, place: Place) -> list[int]:
+    def _without_control(self, text: str, place: PiecePlace) -> list[int]:
         """Split the names of control tokens, which some vocabularies also contain as ordinary pieces."""
         pieces = re.split("(" + "|".join(map(re.escape, self.control)) + ")", text)
         halves = [half for piece in pieces for half in ((piece[:1], piece[1:]) if piece in self.control else (piece,))]
@@ -111,13 +110,13 @@ class Encoder:
             place = "middle"
         return ids
 
-    def _encode_plain(self, texts: Sequence[str], place: Place) -> list[list[int]]:
+    def _encode_plain(self, texts: Sequence[str], place: PiecePlace) -> list[list[int]]:
         if not self._plain:
             return [self._alone(text, place, split_special_tokens=True) for text in texts]
         known = [list(one.ids) for one in self._plain[place].encode_batch_fast(list(texts), add_special_tokens=False)]
         return [[self._ordinary_ids.get(id, id) for id in ids] for ids in known] if self._ordinary_ids else known
 
-    def _alone(self, text: str, place: Place, **options: Any) -> list[int]:
+    def _alone(self, text: str, place: PiecePlace, **options: Any) -> list[int]:
         """Encode with a slow tokenizer, in the middle of a text after another text, whose ids are left out."""
 
         def encode(text: str) -> list[int]:
@@ -130,10 +129,10 @@ class Encoder:
         return encode(text) if text else []
 
 
-def _plain_tokenizers(backend: Tokenizer, ordinary: Iterable[Any]) -> dict[Place, Tokenizer]:
+def _plain_tokenizers(backend: Tokenizer, ordinary: Iterable[Any]) -> dict[PiecePlace, Tokenizer]:
     """Return tokenizers for each place, with the same model, and without added tokens that are not ordinary text."""
-    found: dict[Place, Tokenizer] = {}
-    places: tuple[Place, ...] = ("start", "after", "middle")
+    found: dict[PiecePlace, Tokenizer] = {}
+    places: tuple[PiecePlace, ...] = ("start", "after", "middle")
     for place in places:
         normalizer, pre_tokenizer = (
             None if one is None else _at(json.loads(one.__getstate__()), place)
@@ -152,7 +151,7 @@ def _plain_tokenizers(backend: Tokenizer, ordinary: Iterable[Any]) -> dict[Place
     return found
 
 
-def _at(part: Mapping[str, Any], place: Place) -> dict[str, Any] | None:
+def _at(part: Mapping[str, Any], place: PiecePlace) -> dict[str, Any] | None:
     """Return a normalizer or pre-tokenizer, as its JSON, for a piece at a place: without spaces added elsewhere."""
     for several in ("normalizers", "pretokenizers"):
         if several in part:

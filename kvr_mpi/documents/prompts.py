@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from kvr_mpi.documents.chat import DEFAULT_CHAT, MARK, ChatOptions, render_chat, why_not_used
-from kvr_mpi.documents.encoding import Place, encode_text, encode_words, encoder_of
+from kvr_mpi.documents.encoding import PiecePlace, encode_text, encode_words, encoder_of
 from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError, DocumentError
 
@@ -27,7 +27,7 @@ Keep = Literal["head", "tail", "middle"]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TextSlot:
     """Where the document's text or a field of its row is inserted.
 
     place : of the text in the prompt.
@@ -35,7 +35,7 @@ class Slot:
     """
 
     name: str
-    place: Place = "start"
+    place: PiecePlace = "start"
     trims: tuple[bool, bool] = (False, False)
 
     def encode(self, tokenizer: Any, text: str) -> list[int]:
@@ -45,7 +45,7 @@ class Slot:
         return encode_text(tokenizer, text.rstrip() if ends else text, self.place)
 
 
-TEXT_ALONE = Slot("text")
+TEXT_ALONE = TextSlot("text")
 # Token ids, and slots for fields of a row that must still be inserted.
 FrameIds = tuple[Any, ...]
 
@@ -81,7 +81,7 @@ class Frame:
     tail: FrameIds
     max_tokens: int
     overlap: int = 0
-    text: Slot = TEXT_ALONE
+    text: TextSlot = TEXT_ALONE
 
     @property
     def text_budget(self) -> int:
@@ -96,7 +96,7 @@ class Frame:
     @property
     def sha256(self) -> str:
         """Hash of the ids and of the names of fields between them."""
-        plain = [[one.name if isinstance(one, Slot) else one for one in ids] for ids in (self.head, self.tail)]
+        plain = [[one.name if isinstance(one, TextSlot) else one for one in ids] for ids in (self.head, self.tail)]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
@@ -105,7 +105,7 @@ class Frame:
             tuple(
                 id
                 for one in ids
-                for id in (one.encode(tokenizer, columns[one.name]) if isinstance(one, Slot) else [one])
+                for id in (one.encode(tokenizer, columns[one.name]) if isinstance(one, TextSlot) else [one])
             )
             for ids in (self.head, self.tail)
         )
@@ -200,7 +200,7 @@ def make_frame(
     before, place = _assemble(tokenizer, words[: at + 1], slots[:at], "start")
     behind, _ = _assemble(tokenizer, words[at + 1 :], slots[at + 1 :], "middle")
     head, tail = (*begins, *before), tuple(behind)
-    frame = Frame(head, tail, max_prompt_tokens, text=Slot("text", place, slots[at][1]))
+    frame = Frame(head, tail, max_prompt_tokens, text=TextSlot("text", place, slots[at][1]))
     if frame.text_budget < 1:
         raise ConfigError(
             f"the template alone has {len(head) + len(tail)} tokens, but a prompt can have at most {max_prompt_tokens} "
@@ -268,16 +268,16 @@ def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
 
 
 def _assemble(
-    tokenizer: Any, words: Sequence[str], slots: Sequence[tuple[str, tuple[bool, bool]]], place: Place
-) -> tuple[list[int | Slot], Place]:
+    tokenizer: Any, words: Sequence[str], slots: Sequence[tuple[str, tuple[bool, bool]]], place: PiecePlace
+) -> tuple[list[int | TextSlot], PiecePlace]:
     """Tokenise words with slots between them; also return the place of what follows."""
-    found: list[int | Slot] = []
+    found: list[int | TextSlot] = []
     for word, slot in zip(words, [*slots, None], strict=True):
         ids = encode_words(tokenizer, word, place)
         found += ids
         place = encoder_of(tokenizer).place_after(ids, place)
         if slot is not None:
-            found.append(Slot(slot[0], place, slot[1]))
+            found.append(TextSlot(slot[0], place, slot[1]))
             place = "middle"  # although a field may be empty: the words are the same for all rows
     return found, place
 
