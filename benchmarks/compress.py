@@ -33,7 +33,8 @@ from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.compress.compression import Compression, open_compression
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.documents.prompts import PromptText, encode_text, make_frame
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import PromptText, make_frame
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.runtime.head_sample import retained_counts
@@ -56,8 +57,8 @@ def needle_prompt(loaded: LoadedModel, needle: Needle) -> PromptText:
     """Put the text, the question and the beginning of the answer into a chat."""
     template = f"{{text}}\n\n{needle.question}"
     frame = make_frame(loaded.tokenizer, template, max_prompt_tokens=8192)
-    found = frame.around(encode_text(loaded.tokenizer, needle.text))
-    return PromptText((*found.ids, *encode_text(loaded.tokenizer, needle.begins)), 0, found.text)
+    found = frame.around(frame.text.encode(loaded.tokenizer, needle.text))
+    return PromptText((*found.ids, *encode_text(loaded.tokenizer, needle.begins, "middle")), 0, found.text)
 
 
 def needles(loaded: LoadedModel, count: int, tokens: int, seed: int) -> Iterator[tuple[Needle, PromptText]]:

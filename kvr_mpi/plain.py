@@ -76,6 +76,24 @@ def read_plain(kind: type[T], given: bytes | Mapping[str, Any]) -> T:
     return found
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON in which no object has a key twice, since readers differ in which value they take.
+
+    Raises `ValueError`, or `RecursionError`.
+    """
+    return json.loads(text, object_pairs_hook=_as_object)
+
+
+def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(
+            f"the key {next(name for name in names if names.count(name) > 1)[:80]!r} occurs twice in one object"
+        )
+    return found
+
+
 def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:
     """Rebuild an object that another rank converted with ``asdict`` and sent as JSON."""
     found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,6 +37,8 @@ class Numbers:
     """A tokenizer whose texts are numbers."""
 
     all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
+    added_tokens_decoder: Mapping[int, Any] = MappingProxyType({})
     unk_token_id = None
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:

@@ -53,6 +53,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "parallel.tensor_parallel": {"parallel.tensor_parallel": 2},
     "parallel.partition = PATH": {"parallel.partition": "tables"},
     "prompt.chat_template": {"prompt.chat_template": True},
+    "prompt.date": {"prompt.date": "2026-01-31"},
+    "prompt.template_args": {"prompt.template_args": {"enable_thinking": False}},
     "prompt.overlap_tokens": {"prompt.overlap_tokens": 20},
     "prompt.reduce_template": {"prompt.reduce_template": "{text} All?"},
     "prompt.system": {"prompt.system": "Be brief."},

@@ -13,7 +13,6 @@ from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.launch import quiet_libraries
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents.document import AS_THE_JOB
-from kvr_mpi.documents.prompts import encode_text
 from kvr_mpi.errors import ConfigError, DocumentError, Say
 from kvr_mpi.job import JobSpec, make_job, show_job
 from kvr_mpi.plain import from_plain
@@ -124,7 +123,7 @@ class Chain:
         DocumentError
             If there are no tokens, or too many for the model's context minus ``max_new_tokens``.
         """
-        ids = encode_text(self.tokenizer, text)
+        ids = self._setup.frame.text.encode(self.tokenizer, text)
         if not ids:
             raise DocumentError(f"the tokenizer produces no tokens for {text!r:.60}")
         return self._checked(self._setup.frame.around(ids).ids)

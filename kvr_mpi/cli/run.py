@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,7 @@ def run_on(
     from kvr_mpi.preflight.inputs import identity_of
     from kvr_mpi.report.log import Log
     from kvr_mpi.store.lock import check_unused
-    from kvr_mpi.store.run import check_settings, is_of_job
+    from kvr_mpi.store.run import check_settings, is_of_job, last_header
     from kvr_mpi.transport import on_root, share_json
 
     def load_here() -> str:
@@ -156,6 +157,15 @@ def run_on(
 
     resume = bool(share_json(world, on_root(world, lambda: options.resume or options.extend or goes_on())))
     overwrite = options.overwrite and not resume
+
+    def date_here() -> str:
+        """Return the date for chat templates: the one with which the run began."""
+        header = last_header(Path(spec.output.path)) if resume else None
+        known = None if header is None else header.identity.get("date")
+        return spec.prompt.date or known or datetime.now().isoformat(timespec="seconds")
+
+    date = share_json(world, on_root(world, date_here))
+    spec = spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"date": date})})
     limit_s = None if options.time_limit is None else time.time() + parse_duration(options.time_limit)
 
     def check_here() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvr_mpi.documents.prompts import encode_text
+from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
@@ -57,7 +57,7 @@ def score_continuations(
     tokens, most, anew_at = prefill.partition.tokens, loaded.shape.max_tokens, begins_anew_at(loaded.model)
     scores = []
     for text in texts:
-        ids = list(encode_text(loaded.tokenizer, text))
+        ids = encode_text(loaded.tokenizer, text, "middle")
         if not ids:
             raise DocumentError(f"the continuation {text[:40]!r} has no tokens: the tokenizer drops all of it")
         what = f"a prompt of {tokens} tokens and the continuation {text[:40]!r} of {len(ids)}"

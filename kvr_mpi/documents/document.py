@@ -69,6 +69,7 @@ class Document:
     messages : the whole prompt, if it is a conversation; the text is then the joined messages.
     generation : generation settings of its answer.
     is_raw : the text is the whole prompt, without template and chat template.
+    template_args : variables of the chat template, in addition to the job's.
     """
 
     id: str
@@ -80,6 +81,7 @@ class Document:
     messages: tuple[Message, ...] = ()
     generation: OwnGeneration = AS_THE_JOB
     is_raw: bool = False
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chars(self) -> int:
@@ -89,11 +91,12 @@ class Document:
     @property
     def sha256(self) -> str:
         """Hash of the text, with the row's fields and settings if there are any, as hexadecimal digits."""
-        more = (self.columns, self.passed, self.messages, self.is_raw, self.generation)
-        if more == ({}, {}, (), False, AS_THE_JOB):
+        more = (self.columns, self.passed, self.messages, self.is_raw, self.generation, self.template_args)
+        if more == ({}, {}, (), False, AS_THE_JOB, {}):
             return hashlib.sha256(self.text.encode()).hexdigest()
         said = [[message.role, message.content] for message in self.messages]
         whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, asdict(self.generation)]
+        whole += [dict(self.template_args)] if self.template_args else []
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 

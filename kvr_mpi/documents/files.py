@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
-import json
 import os
 import re
 import zlib
@@ -20,6 +19,7 @@ from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, suffix_of
 from kvr_mpi.documents.rows import UTF_8, RowFormat
 from kvr_mpi.errors import NOT_NOW, CorpusError, UnavailableError
+from kvr_mpi.plain import parse_json
 
 MAX_ID_CHARS = 512
 # Maximum size of a document or row, more than any model can read. Larger ones are never loaded as a whole.
@@ -142,7 +142,7 @@ def document_of(row: RawRow, rows: RowFormat, file: Path, name: str, number: int
         return Document(place, error=f"line {number} of {file} has {row} bytes, {most}; split it")
     if isinstance(row, bytes):
         try:
-            row = json.loads(row)
+            row = parse_json(row)
         except (ValueError, RecursionError) as error:
             return Document(place, error=f"line {number} of {file} is not JSON: {error}")
     if not isinstance(row, dict):
@@ -205,7 +205,7 @@ def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
         for _, row in islice(read_rows(file, RowFormat(columns=tuple(fields))), SAMPLE_ROWS):
             with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(row) if isinstance(row, bytes) else row)
+                found.append(parse_json(row) if isinstance(row, bytes) else row)
     return [row for row in found if isinstance(row, dict)]
 
 

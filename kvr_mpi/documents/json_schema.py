@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.disk import read_regular
+from kvr_mpi.plain import parse_json
 
 MAX_SCHEMA_BYTES = 1 << 20
 ANY_OBJECT = '{"type": "object"}'  # the schema for OpenAI's response format json_object: any JSON object
@@ -36,7 +37,7 @@ def read_schema(value: str) -> str:
                 f"{Path(value).absolute()}); expected a file with a JSON schema, or the schema itself as text"
             ) from error
     try:
-        schema = json.loads(text)
+        schema = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     return one_line(schema, where)

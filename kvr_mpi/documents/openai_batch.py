@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvr_mpi.documents.chat import why_not_arguments
 from kvr_mpi.documents.document import Document, OwnGeneration, kind_of
 from kvr_mpi.documents.generation import MAX_SAMPLES, MAX_TOP_LOGPROBS
 from kvr_mpi.documents.json_schema import ANY_OBJECT, one_line, why_not_followed
@@ -20,7 +21,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PASSED = ("custom_id", "url", "model")  # fields of a request that are kept for its response
 # Fields of a body that do not affect the answer.
 BYSTANDERS = {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
-SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format")  # fields with their own parsing code
+# Fields with their own parsing code.
+SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format", "chat_template_kwargs")
 # Fields that are accepted only with values that have no effect.
 NEUTRAL: dict[str, Any] = {
     **{"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "echo": False, "stream": False},
@@ -52,7 +54,7 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
             raise DocumentError(f"{place}: custom_id is {name!r}; expected a text that is unique in the file")
         _check_envelope(row)
         assert isinstance(body, Mapping)
-        generation = _generation(body, str(url))
+        generation, template_args = _generation(body, str(url)), _template_args(body, str(url))
         if url == COMPLETIONS:
             text = body.get("prompt")
             if not isinstance(text, str):
@@ -61,7 +63,14 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
         messages = parse_messages(body.get("messages"), "body.messages")
     except DocumentError as error:
         return Document(name if isinstance(name, str) and name else place, error=str(error), passed=passed)
-    return Document(name, joined(messages), passed=passed, messages=messages, generation=generation)
+    return Document(
+        name,
+        joined(messages),
+        passed=passed,
+        messages=messages,
+        generation=generation,
+        template_args=template_args,
+    )
 
 
 def _check_envelope(row: Mapping[str, Any]) -> None:
@@ -116,6 +125,19 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
             "body.stop cannot be combined with body.response_format: it would end an answer before it is complete"
         )
     return OwnGeneration(**found, top_logprobs=_top_logprobs(body, url), json_schema=schema)
+
+
+def _template_args(body: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Read the variables of the chat template."""
+    given = body.get("chat_template_kwargs")
+    if given is None:
+        return {}
+    why = why_not_arguments(given) if isinstance(given, dict) else f"is {kind_of(given)}; expected an object"
+    if url == COMPLETIONS:
+        why = "is for chats; a completion has no chat template"
+    if why:
+        raise DocumentError(f"body.chat_template_kwargs: {why}")
+    return dict(given)
 
 
 def _schema(wanted: Any) -> str | None:

@@ -1,13 +1,13 @@
 """Documents to token ids: template, chat template, and handling of prompts that are too long.
 
-The text of a document is tokenised separately from the frame around it. So it cannot inject the model's control tokens,
-the frame has the same ids for every document, and a text can be cut to an exact number of tokens.
+The text of a document is tokenised separately from the frame around it (``encoding``). So it cannot inject the model's
+control tokens, the frame has the same ids for every document, and a text can be cut to an exact number of tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -15,16 +15,38 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvr_mpi.documents.chat import DEFAULT_CHAT, MARK, ChatOptions, render_chat, why_not_used
+from kvr_mpi.documents.encoding import PiecePlace, encode_text, encode_words, encoder_of
 from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError, DocumentError
 
-# Placeholder while the chat template is rendered; private-use characters, which templates do not contain.
-MARK = re.compile("\ue000([0-9]+)\ue001")
 # Share of a part's tokens left free so that a cut can move to the end of a paragraph, line, sentence or word.
 SEAM_SHARE = 0.15
 
 Keep = Literal["head", "tail", "middle"]
-# Token ids, and in their places the names of fields of a row that must still be inserted.
+
+
+@dataclass(frozen=True, slots=True)
+class TextSlot:
+    """Where the document's text or a field of its row is inserted.
+
+    place : of the text in the prompt.
+    trims : whether the chat template removes whitespace at the beginning and at the end of the text.
+    """
+
+    name: str
+    place: PiecePlace = "start"
+    trims: tuple[bool, bool] = (False, False)
+
+    def encode(self, tokenizer: Any, text: str) -> list[int]:
+        """Return the token ids of a text that is inserted here."""
+        begins, ends = self.trims
+        text = text.lstrip() if begins else text
+        return encode_text(tokenizer, text.rstrip() if ends else text, self.place)
+
+
+TEXT_ALONE = TextSlot("text")
+# Token ids, and slots for fields of a row that must still be inserted.
 FrameIds = tuple[Any, ...]
 
 
@@ -52,12 +74,14 @@ class Frame:
     """The token ids before and after a document's text, and the maximum length of a prompt.
 
     overlap : tokens of text that each part of a split text repeats from the previous part.
+    text : where the document's text is inserted.
     """
 
     head: FrameIds
     tail: FrameIds
     max_tokens: int
     overlap: int = 0
+    text: TextSlot = TEXT_ALONE
 
     @property
     def text_budget(self) -> int:
@@ -67,12 +91,22 @@ class Frame:
     @property
     def shared_head(self) -> tuple[int, ...]:
         """Token ids that every prompt begins with."""
-        return tuple(takewhile(lambda one: isinstance(one, int), self.head))
+        return tuple(one for one in takewhile(lambda one: isinstance(one, int), self.head) if isinstance(one, int))
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the ids and of the names of fields between them."""
+        plain = [[one.name if isinstance(one, TextSlot) else one for one in ids] for ids in (self.head, self.tail)]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
         """Insert the fields of a document's row, tokenised one by one; raise `DocumentError` if no text would fit."""
         head, tail = (
-            tuple(id for one in ids for id in (encode_text(tokenizer, columns[one]) if isinstance(one, str) else [one]))
+            tuple(
+                id
+                for one in ids
+                for id in (one.encode(tokenizer, columns[one.name]) if isinstance(one, TextSlot) else [one])
+            )
             for ids in (self.head, self.tail)
         )
         if (head, tail) == (self.head, self.tail):
@@ -114,6 +148,7 @@ def make_frame(
     system: str | None = None,
     chat_template: bool | None = None,
     after: str | None = None,
+    options: ChatOptions = DEFAULT_CHAT,
     max_prompt_tokens: int,
 ) -> Frame:
     """Render template and chat template once, with a placeholder for the document.
@@ -122,6 +157,7 @@ def make_frame(
     system : system prompt; needs a chat template.
     chat_template : apply the model's chat template; None: if it has one.
     after : words after the document, replacing those of the template.
+    options : variables and date for the chat template.
     max_prompt_tokens : length of the longest prompt that leaves room for the answer.
 
     Raises `ConfigError` if the template lacks ``{text}``, the chat template is missing or rejects the prompt, or no
@@ -132,44 +168,45 @@ def make_frame(
     if after is not None:
         parsed = Template((*parsed.words[: at + 1], after), parsed.names[: at + 1])
     has_chat = getattr(tokenizer, "chat_template", None) is not None
-    if (chat_template or system) and not has_chat:
-        key = "prompt.chat_template = true" if chat_template else f"prompt.system = {system!r}"
+    needs_chat = {
+        "prompt.chat_template = true": chat_template,
+        f"prompt.system = {system!r}": system,
+        f"prompt.template_args = {dict(options.arguments)}": options.arguments,
+    }
+    needed = next((key for key, value in needs_chat.items() if value), None)
+    if needed is not None and not has_chat:
         raise ConfigError(
-            f"{key}: this model's tokenizer has no chat template; leave it out and write the instructions into "
+            f"{needed}: this model's tokenizer has no chat template; leave it out and write the instructions into "
             f"prompt.template"
         )
+    trims, begins = (False, False), list[int]()
     if has_chat and chat_template is not False:
-        words = _render_user(tokenizer, parsed, system)
-        begins: list[int] = []
+        if why := why_not_used(tokenizer, options.arguments):
+            raise ConfigError(f"prompt.template_args: {why}; leave it out, or check its name")
+        words, trims = _render_user(tokenizer, parsed, system, options)
     else:
-        if system:
-            raise ConfigError("prompt.system is set, but prompt.chat_template is false; put it into prompt.template")
+        if needed is not None:
+            key = needed.partition(" = ")[0]
+            raise ConfigError(
+                f"{key} is set, but prompt.chat_template is false; put it into prompt.template, or leave it out"
+            )
         words = parsed.words
         # Keep the tokenizer's BOS token, if it has one; its EOS token would end the prompt.
-        begins = encode_words(tokenizer, words[0] or " ", add_special_tokens=True)[:1]
+        begins = list(tokenizer(words[0] or " ")["input_ids"])[:1]
         begins = begins if begins == [tokenizer.bos_token_id] else []
-    head = (*begins, *_assemble(tokenizer, words[: at + 1], parsed.names[:at]))
-    tail = _assemble(tokenizer, words[at + 1 :], parsed.names[at + 1 :])
-    frame = Frame(head, tail, max_prompt_tokens)
+    edges = trims[0] and not parsed.words[0].strip(), trims[1] and not parsed.words[-1].strip()
+    last = len(parsed.names) - 1
+    slots = [(name, (edges[0] and not number, edges[1] and number == last)) for number, name in enumerate(parsed.names)]
+    before, place = _assemble(tokenizer, words[: at + 1], slots[:at], "start")
+    behind, _ = _assemble(tokenizer, words[at + 1 :], slots[at + 1 :], "middle")
+    head, tail = (*begins, *before), tuple(behind)
+    frame = Frame(head, tail, max_prompt_tokens, text=TextSlot("text", place, slots[at][1]))
     if frame.text_budget < 1:
         raise ConfigError(
             f"the template alone has {len(head) + len(tail)} tokens, but a prompt can have at most {max_prompt_tokens} "
             f"(the context minus generation.max_new_tokens); shorten the template or lower generation.max_new_tokens"
         )
     return frame
-
-
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a document's text; control tokens in it are plain text."""
-    ids = _encode_plain(tokenizer, text)
-    control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    if control.isdisjoint(ids):
-        return ids
-    # Unigram vocabularies contain their control tokens as ordinary pieces: split these before tokenising.
-    names = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
-    pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
-    halves = (half for piece in pieces for half in ((piece[:1], piece[1:]) if piece in names else (piece,)))
-    return [token for half in halves for token in _encode_plain(tokenizer, half)]
 
 
 def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> PromptText:
@@ -230,32 +267,38 @@ def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
     return 2 if left.rstrip().endswith((".", "!", "?")) else 3
 
 
-def _assemble(tokenizer: Any, words: Sequence[str], names: Sequence[str]) -> FrameIds:
-    """Tokenise words, and put the names of fields between them."""
-    found: list[Any] = encode_words(tokenizer, words[0])
-    for name, following in zip(names, words[1:], strict=True):
-        found += [name, *encode_words(tokenizer, following)]
-    return tuple(found)
+def _assemble(
+    tokenizer: Any, words: Sequence[str], slots: Sequence[tuple[str, tuple[bool, bool]]], place: PiecePlace
+) -> tuple[list[int | TextSlot], PiecePlace]:
+    """Tokenise words with slots between them; also return the place of what follows."""
+    found: list[int | TextSlot] = []
+    for word, slot in zip(words, [*slots, None], strict=True):
+        ids = encode_words(tokenizer, word, place)
+        found += ids
+        place = encoder_of(tokenizer).place_after(ids, place)
+        if slot is not None:
+            found.append(TextSlot(slot[0], place, slot[1]))
+            place = "middle"  # although a field may be empty: the words are the same for all rows
+    return found, place
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Render the chat template up to the model's next message; raise `ValueError` if it rejects the messages."""
-    from jinja2 import TemplateError
+def _render_user(
+    tokenizer: Any, parsed: Template, system: str | None, options: ChatOptions
+) -> tuple[tuple[str, ...], tuple[bool, bool]]:
+    """Render the chat template with a user message.
 
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(str(error)) from error
-
-
-def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[str, ...]:
-    """Render the chat template with a user message; return the text between its fields."""
+    Returns the text between its fields, and whether the template removes whitespace around the message.
+    """
     marks = [f"\ue000{number}\ue001" for number in range(len(parsed.names))]
     content = "".join(word + mark for word, mark in zip(parsed.words, [*marks, ""], strict=True))
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": content})
+
+    def render(content: str) -> str:
+        messages = [{"role": "system", "content": system}] if system else []
+        return render_chat(tokenizer, [*messages, {"role": "user", "content": content}], options)
+
     try:
-        text = render_chat(tokenizer, messages)
+        text = render(content)
+        trims = render(f" {content}") == text, render(f"{content} ") == text
     except ValueError as error:
         raise ConfigError(
             f"this model's chat template rejects the prompt: {error}; leave out prompt.system or set "
@@ -267,15 +310,4 @@ def _render_user(tokenizer: Any, parsed: Template, system: str | None) -> tuple[
         raise ConfigError(
             f"this model's chat template includes the user's message {times} times; set prompt.chat_template = false"
         )
-    return tuple(pieces[::2])
-
-
-def _encode_plain(tokenizer: Any, text: str) -> list[int]:
-    if not text:
-        return []
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"])
-
-
-def encode_words(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Return the token ids of the frame's words, in which control tokens are recognised."""
-    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) if text else []
+    return tuple(pieces[::2]), trims

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from kvr_mpi.disk import read_regular
 from kvr_mpi.documents.files import MAX_ID_CHARS
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.plain import parse_json
 
 QUESTION = "{question}"
 # Names are part of the ids of answers: DOCUMENT#NAME.
@@ -39,7 +39,7 @@ def read_questions(path: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             text, name = row["question"], row.get("id", f"q{len(found) + 1}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(

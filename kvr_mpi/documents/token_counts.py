@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvr_mpi.documents import Document
-from kvr_mpi.documents.prompts import encode_text
+from kvr_mpi.documents.encoding import encoder_of
 
 # For a longer corpus, each document is estimated from two excerpts of this length. Documents with about this share of
 # the text are also counted in full, which gives the error of the estimates.
@@ -50,16 +50,7 @@ def count_corpus(tokenizer: Any, documents: Iterable[Document]) -> Counted:
 
 def count_texts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
     """Count the tokens of several texts as `encode_text` would."""
-    if not getattr(tokenizer, "is_fast", False) or not texts:
-        return [len(encode_text(tokenizer, text)) for text in texts]
-    found = tokenizer(
-        list(texts), add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
-    )["input_ids"]
-    control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    return [
-        len(ids) if control.isdisjoint(ids) else len(encode_text(tokenizer, text))
-        for text, ids in zip(texts, found, strict=True)
-    ]
+    return list(map(len, encoder_of(tokenizer).texts(texts)))
 
 
 def _estimate(tokenizer: Any, batches: Iterable[Batch]) -> tuple[list[tuple[str, int]], str]:

@@ -26,6 +26,7 @@ QUESTIONS, SHARED_QUESTIONS = "[questions]", "[questions] with parallel.ranks_pe
 PROMPTS, REUSE, SPLIT = "[prompt.template]", "documents.reuse", "prompt.too_long = 'split'"
 ROWS, MESSAGES, REQUESTS = (f"documents.format{kind}" for kind in ("", " = 'messages'", " = 'openai-batch'"))
 PROMPT_KEYS = tuple(f"prompt.{key}" for key in ("template", "system", "too_long"))
+CHAT_KEYS = ("prompt.chat_template", "prompt.template_args", "prompt.date")
 LOGPROBS, SAMPLES, SCHEMA = "generation.logprobs", "generation.n", "generation.json_schema"
 SCORE, SCORE_COLUMN, NO_ANSWER = "generation.score", "generation.score = FIELD", "generation.max_new_tokens = 0"
 
@@ -136,7 +137,7 @@ REFUSED = (
     Rule(KV, (STATES,), "states cannot be stored yet", "set output.kv = false"),
     Rule(
         QUESTIONS,
-        (*PROMPT_KEYS, "prompt.chat_template", "prompt.overlap_tokens", "prompt.reduce_template"),
+        (*PROMPT_KEYS, *CHAT_KEYS, "prompt.overlap_tokens", "prompt.reduce_template"),
         "the stored prompts are reused up to the end of the document",
         "leave it out, and set questions.template for the text after that",
     ),

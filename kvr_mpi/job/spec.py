@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+from datetime import date, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.documents.chat import ChatOptions, why_not_arguments
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.plain import AS_GIB, AS_SHARE, AS_TOKENS, Strict
 from kvr_mpi.store.settings import OutputSettings
@@ -112,6 +114,12 @@ class PromptSection(Strict):
     )
     system: str | None = Field(None, description="system prompt")
     chat_template: bool | None = Field(None, description="use the model's chat template; default: true if it has one")
+    template_args: dict[str, JsonValue] = Field(
+        {}, description="variables of the chat template, such as enable_thinking = false (chat_template_kwargs)"
+    )
+    date: str | None = Field(
+        None, description="date, or date and time, that dated chat templates contain; default: when the run began"
+    )
     too_long: Literal["error", "keep-head", "keep-middle", "keep-tail", "split"] = Field(
         "error",
         description="if a prompt exceeds the context: an error record, a part of the document, or all parts in turn",
@@ -128,6 +136,28 @@ class PromptSection(Strict):
     max_tokens: Annotated[int, Field(ge=2), AS_TOKENS] | None = Field(
         None, description="maximum length of prompt and answer together; default: the model's context"
     )
+
+    @field_validator("template_args")
+    @classmethod
+    def _known_to_no_one_else(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if why := why_not_arguments(value):
+            raise ValueError(why)
+        return value
+
+    @field_validator("date", mode="before")
+    @classmethod
+    def _iso_date(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        try:  # TOML has dates
+            return datetime.fromisoformat(value.isoformat() if isinstance(value, date) else value).isoformat()
+        except (ValueError, TypeError):
+            raise ValueError("expected a date such as 2026-01-31, or with a time 2026-01-31T12:00:00") from None
+
+    @property
+    def chat(self) -> ChatOptions:
+        """What the chat template may depend on, except for messages."""
+        return ChatOptions(self.template_args, self.date)
 
     @property
     def first_template(self) -> str:

@@ -18,6 +18,7 @@ from kvr_mpi.model.devices import choose_device
 from kvr_mpi.model.shape import BUILDING, ModelShape, meta_model, probe_shape, shape_of
 from kvr_mpi.model.source import explained, fingerprint_of, locate
 from kvr_mpi.model.tensor_parallel import Part, join_group, part_config, part_of, sliced_weights, why_not_by_plan
+from kvr_mpi.model.tokenizer_file import load_tokenizer
 from kvr_mpi.model.tp_group import TensorParallelGroup
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def load_model(
             f"in a folder: download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     target, part = choose_device(device, device_index), None
     with explained(path):
@@ -104,7 +105,7 @@ def load_model(
         else:
             part = part_of(config, tp_group.rank, tp_group.size)
             model, info = _read_part(Path(source.location), config, part, _dtype_of(config, dtype), target)
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         check_loaded(model, info)
         check_dtype(model.dtype, target)
         model = model.to(target).eval()
@@ -181,12 +182,12 @@ def load_outline(
     """
     source, options = locate(path, offline, trust_remote_code, cache_dir)
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     with explained(path):
         config = AutoConfig.from_pretrained(source.location, **options)
         check_config(config)
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **options)
+        tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         chosen, model = _dtype_of(config, dtype), meta_model(config, torch.bfloat16)
         shape = shape_of(model, chosen)
     return LoadedModel(model, tokenizer, shape, path, fingerprint_of(source, config), chosen, torch.device("meta"))

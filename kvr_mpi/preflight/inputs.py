@@ -61,8 +61,10 @@ def check_prompts(spec: JobSpec) -> None:
 
 def identity_of(spec: JobSpec) -> dict[str, Any]:
     """Return the settings on which answers depend, without the model's."""
+    # The date counts only for dated chat templates (`whole_identity`).
+    left_out = {"date"} if spec.prompt.template_args else {"date", "template_args"}
     identity: dict[str, Any] = {
-        "prompt": spec.prompt.model_dump(),
+        "prompt": spec.prompt.model_dump(exclude=left_out),
         "generation": spec.generation.model_dump(),
         "kv": spec.output.kv,
     }

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from kvr_mpi.documents import Asked, Corpus, Document
 from kvr_mpi.documents.conversations import encode_conversation
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
-from kvr_mpi.documents.prompts import Frame, PromptText, encode_text, fit_prompt, make_frame, split_text
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import Frame, PromptText, fit_prompt, make_frame, split_text
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
@@ -88,7 +89,11 @@ class PromptConfig:
             reduce_frame = frame if self.prompt.reduce_template is None else reduce_frame
         if document.is_raw:
             frame = make_frame(self.tokenizer, TEXT, chat_template=False, max_prompt_tokens=frame.max_tokens)
-        room = frame.max_tokens + self.max_new_tokens - new_tokens
+        context = frame.max_tokens + self.max_new_tokens
+        room = context - new_tokens
+        if room < 1:
+            what = f"max_tokens is {own}" if own is not None else f"a continuation has {new_tokens} tokens"
+            raise DocumentError(f"{what}, but the context for prompt and answer together has {context} tokens")
         frame, reduce_frame, *others = (
             replace(one, max_tokens=room).filled(self.tokenizer, document.columns)
             for one in (frame, reduce_frame, *self.questions.values())
@@ -103,7 +108,7 @@ class PromptConfig:
         if document.asked is None or not self.questions or not self.shares_beginning:
             return 0
         own = self.questions[parse_answer_id(document.id)[1]]
-        alike = [one for one in self.questions.values() if one.head == own.head]
+        alike = [one for one in self.questions.values() if (one.head, one.text) == (own.head, own.text)]
         if len(alike) < 2:
             return 0
         # After the shared tokens, each prompt needs at least one of its own.
@@ -182,7 +187,7 @@ class Split:
         self._received = {}
         self.past = sum_records(answers, self.past)
         text = "\n\n".join(one.answer for one in answers)
-        ids = encode_text(self.prompt_config.tokenizer, text)
+        ids = self.prompt_config.reduce_frame.text.encode(self.prompt_config.tokenizer, text)
         if not text.strip() or len(ids) >= len(self._text_ids) or self._stage == MAX_REDUCTIONS:
             raise DocumentError(
                 f"too long, and the {len(answers)} answers about its parts are not shorter than the text; lower "
@@ -238,7 +243,8 @@ class TextSource:
         config = self._config.of(document)
         request = Split(document, config, work)
         if document.messages:
-            chat, most = encode_conversation(config.tokenizer, document.messages), config.frame.max_tokens
+            options = config.prompt.chat.over(document.template_args)
+            chat, most = encode_conversation(config.tokenizer, document.messages, options), config.frame.max_tokens
             if len(chat) > most:  # conversations are never cut
                 raise DocumentError(
                     f"too long: the conversation has {len(chat)} tokens; at most {most} fit with an answer of "
@@ -247,7 +253,7 @@ class TextSource:
             request.texts = [PromptText(tuple(chat), text=(0, len(chat)))]
             request.stored = self._find_prefix(request.texts[0].ids)
             return request
-        ids = encode_text(config.tokenizer, document.text)
+        ids = config.frame.text.encode(config.tokenizer, document.text)
         if not ids:
             raise DocumentError(
                 f"{document.id} has no tokens: the tokenizer of this model drops all of its {document.chars} characters"

@@ -61,6 +61,7 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
         system=prompt.system,
         chat_template=prompt.chat_template,
         after=after,
+        options=prompt.chat,
         max_prompt_tokens=room,
     )
     if 2 * prompt.overlap_tokens > frame.text_budget:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvr_mpi.documents import Document
-from kvr_mpi.documents.prompts import Frame, count_parts, encode_text
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import Frame, count_parts
 from kvr_mpi.duration import duration_text
 from kvr_mpi.job import JobSpec, PromptSection
 from kvr_mpi.schedule.forecast import Forecast

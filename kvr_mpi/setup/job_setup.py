@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,9 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.placing import HeadSharing
-from kvr_mpi.documents.prompts import Frame, PromptText, encode_text
+from kvr_mpi.documents.chat import is_dated
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import Frame, PromptText
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.attention import name_attention
@@ -173,9 +173,12 @@ def whole_identity(
     identity = {
         "model": loaded.fingerprint,
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "frame": hashlib.sha256(json.dumps([frame.head, frame.tail]).encode()).hexdigest(),
+        "frame": frame.sha256,
         **identity_of(spec),
     }
+    has_chat = spec.prompt.chat_template is not False or spec.documents.format != "text"
+    if has_chat and is_dated(loaded.tokenizer):
+        identity["date"] = spec.prompt.date
     if compression is not None:
         identity["compress"] = compression.identity
     if rolling is not None:

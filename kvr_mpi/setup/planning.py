@@ -159,7 +159,11 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
     first, *others = (frame_of(spec, outline.tokenizer, outline.shape, template) for template in templates)
     frame = min((first, *others), key=lambda one: one.text_budget)
     groups = ranks if spec.parallel.tensor_parallel == 1 else lay_out(spec, ranks).by_group.ranks
-    alike = [one for one in others if one.head == first.head and why_no_effect(PROMPTS, spec) is None]
+    alike = [
+        one
+        for one in others
+        if (one.head, one.text) == (first.head, first.text) and why_no_effect(PROMPTS, spec) is None
+    ]
     more = tuple(len(one.tail) for one in alike)
     history = None
     is_measured = spec.parallel.tensor_parallel == 1 and not spec.is_plain

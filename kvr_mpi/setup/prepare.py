@@ -277,7 +277,7 @@ def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say)
     frames = {name: frame_of(spec, loaded.tokenizer, loaded.shape, template) for name, template in spec.prompts.items()}
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, frame in frames.items():
-        groups.setdefault(frame.head, []).append(name)
+        groups.setdefault((frame.head, frame.text), []).append(name)
     if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
         say(f"each document is prefilled {len(frames)} times, once per prompt: {why}")
     elif len(groups) > 1:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvr_mpi.documents import Corpus
-from kvr_mpi.documents.prompts import Frame, encode_text
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import OutputError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.report.style import bytes_text

@@ -47,9 +47,10 @@ VERIFY_BYTES = 1 << 30
 NAMED = 5  # maximum number of examples in a message
 ALL = slice(0, None, 1)
 # Keys of a run's identity that are known only once the model is loaded.
-OF_MODEL = {"model", "dtype", "frame", "compress", "cache"}
+OF_MODEL = {"model", "dtype", "frame", "compress", "cache", "date"}
 # Keys of an identity whose name in a job file differs.
 SETTINGS = {"kv": "output.kv", "columns": "output.columns", "format": "documents.format", "dtype": "model.dtype"}
+SETTINGS |= {"date": "prompt.date"}
 VALUE_CHARS = 200  # maximum length of a setting in a message
 
 Mode = Literal["new", "overwrite", "resume", "extend"]

@@ -20,6 +20,8 @@ from kvr_mpi.store.shares import common_header, find_runs
 
 # Settings that determine a stored prompt up to the end of its document's text.
 MADE_BY = ("template", "system", "chat_template")
+# A run without this setting has an empty one.
+MAYBE_MADE_BY = ("template_args",)
 
 
 def complete_questions(spec: JobSpec) -> JobSpec:
@@ -45,7 +47,9 @@ def complete_questions(spec: JobSpec) -> JobSpec:
             f"output.kv = true; prefill the documents again with it, and ask about that run"
         )
     try:
-        made = {key: header.identity["prompt"][key] for key in MADE_BY}
+        stored = header.identity["prompt"]
+        made = {key: stored[key] for key in MADE_BY} | {key: stored[key] for key in MAYBE_MADE_BY if key in stored}
+        made["date"] = header.identity.get("date")
         own = {"max_tokens": spec.prompt.max_tokens, "min_coverage": spec.prompt.min_coverage}
         prompt = PromptSection.model_validate(made | own)
     except (ValidationError, KeyError, TypeError) as error:

@@ -13,7 +13,8 @@ from made_corpora import with_chat
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvr_mpi.documents.prompts import Frame, Keep, PromptText, encode_text, fit_prompt, make_frame, split_text
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import Frame, Keep, PromptText, fit_prompt, make_frame, split_text
 from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, DocumentError
 
@@ -135,8 +136,9 @@ def test_the_first_token_is_the_tokenizers_own_and_the_last_is_not(adds_tokens: 
         raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
     words = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     begins = (1,) if adds_tokens else ()
-    assert make_frame(words, "ask {text} ask", max_prompt_tokens=8) == Frame((*begins, 3), (3,), 8)
-    assert make_frame(words, "{text}", max_prompt_tokens=8) == Frame(begins, (), 8)
+    for template, ids in (("ask {text} ask", ((*begins, 3), (3,))), ("{text}", (begins, ()))):
+        frame = make_frame(words, template, max_prompt_tokens=8)
+        assert (frame.head, frame.tail) == ids
     assert encode_text(words, "words words") == [4, 4]
 
 

@@ -127,8 +127,8 @@ def test_a_conversation_is_what_the_chat_template_makes_of_it(tokenizer: Any) ->
         wanted = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         assert tokenizer.decode(encode_conversation(tokenizer, talk)) == wanted
         assert encode_conversation(tokenizer, talk) == tokenizer(wanted, add_special_tokens=False)["input_ids"]
-    trims = with_chat(tokenizer, "{% for m in messages %}<|im_start|>{{ m.content | trim }}\n{% endfor %}>")
-    assert tokenizer.decode(encode_conversation(trims, [Message("user", "  a b \n")])) == "<|im_start|>a b\n>"
+    trims = with_chat(tokenizer, "{% for m in messages %}<|im_start|>{{ m.content | trim | upper }}\n{% endfor %}>")
+    assert tokenizer.decode(encode_conversation(trims, [Message("user", "  a b \n")])) == "<|im_start|>A B\n>"
 
 
 def test_what_is_said_is_text(tokenizer: Any) -> None:
@@ -141,7 +141,6 @@ def test_what_is_said_is_text(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("chat_template", "said"),
     [
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "changes the text"),
         ("{{ messages[-1].content }}", r"includes message 0 \(system\) 0 times"),
         ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", r"includes message 0 \(system\) 2 times"),
         ("{{ raise_exception('no system role here') }}", "rejects the conversation: no system role here"),

@@ -158,6 +158,8 @@ def test_blank_lines_marks_and_line_ends(tmp_path: Path) -> None:
         (b'{"id": ' + b"9" * 5000 + b', "text": "words"}', "is not JSON"),
         pytest.param(b"[" * 100_000, "is not JSON", id="deep"),
         (b"[1]", "is a JSON list, not an object"),
+        (b'{"id": "bad", "text": "one", "text": "two"}', "is not JSON: the key 'text' occurs twice"),
+        (b'{"id": "bad", "text": "one", "more": [{"a": 1, "a": 1}]}', "is not JSON: the key 'a' occurs twice"),
         # JSON can write it, UTF-8 cannot: it would break the hash, the tokeniser, and the output file.
         (b'{"text": "ab\\ud800c"}', "lone surrogate at character 2"),
         (b'{"id": "a\\ud800", "text": "one"}', "the id 'a"),

@@ -10,7 +10,7 @@ import pytest
 
 from kvr_mpi.documents import Document
 from kvr_mpi.documents import token_counts as tokens
-from kvr_mpi.documents.prompts import encode_text
+from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.token_counts import count_corpus
 
 WORDS = (

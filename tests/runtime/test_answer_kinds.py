@@ -13,7 +13,8 @@ import transformers as tf
 from constants import Kvr
 from made_jobs import TEXT, load
 
-from kvr_mpi.documents.prompts import encode_text, fit_prompt, make_frame
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import fit_prompt, make_frame
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 
 CLOSE = 2e-4  # float32, of slices that are cut elsewhere
@@ -161,6 +162,7 @@ def test_every_answer_follows_the_schema(tmp_path: Path, job: Path, run_job: Any
         (None, "schema.json); expected a file with a JSON schema, or the schema itself as text"),
         ("{not json", "is not JSON"),
         ("[1]", "is not a JSON schema: [1]"),
+        ('{"type": "object", "type": "string"}', "the key 'type' occurs twice"),
         ('{"typ": "object"}', "expected an object with at least one of"),
         ('{"type": "objekt"}', "generation.json_schema: this JSON schema is not supported: Invalid type: objekt"),
         ('{"not": {"type": "string"}, "type": "object"}', "Unimplemented keys"),

@@ -12,7 +12,8 @@ import pytest
 from constants import Kvr
 from made_jobs import TEXT, with_settings
 
-from kvr_mpi.documents.prompts import PromptText, encode_text
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_OK
 from kvr_mpi.store.results import open_results
 
@@ -83,7 +84,8 @@ def test_every_request_is_answered_as_it_asks(batch_of: BatchOf, run_job: Any, r
     assert body["usage"]["completion_tokens"] == 3
     assert body["usage"]["total_tokens"] == found["short"].prompt_tokens + 3
     failed = {name: line["error"]["message"] for name, line in lines["error"].items()}
-    assert "body.n is 2" in failed["two"] and "beams" in failed["unknown"] and "too long" in failed["too-much"]
+    assert "body.n is 2" in failed["two"] and "beams" in failed["unknown"]
+    assert "max_tokens is 10000, but the context" in failed["too-much"]
     assert "'/v1/embeddings'" in failed["elsewhere"]
 
 

@@ -12,7 +12,8 @@ from made_jobs import TEXT, load
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.documents import Document
-from kvr_mpi.documents.prompts import Frame, encode_text, split_text
+from kvr_mpi.documents.encoding import encode_text
+from kvr_mpi.documents.prompts import Frame, split_text
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured
 from kvr_mpi.schedule.plan import count_tokens, plan_documents, prompt_tokens
 from kvr_mpi.transport.local import run_local

@@ -1,0 +1,153 @@
+"""Loads a tokenizer, and compares it with its ``tokenizer.json``.
+
+transformers has classes for the tokenizers of many models. They take the vocabulary from the file, and ignore the rest
+of it, such as how texts are divided into words, which is only right if model and class agree.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvr_mpi.errors import ModelError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# Lines whose ids depend on the normalizer and the pre-tokenizer. The first word is one token, with a space or without.
+PROBE = """a 1 12 123 1234567 3.14 1,000 2024-01-31 x86 v2.0
+don't we'll I'D O'Neil 'quoted' "it's" l'eau
+ one  two   three    four\ttab\t\ttabs  trailing \n\n\n\nlines\r\n  indented\n\tcode(x, y_z) += {a: [b]};
+HelloWorld camelCase SNAKE_CASE http://a.b/c?d=e&f#g a@b.org $5 50% #1 --- ... !?!
+Größe naïve cafe\u0301 Ångström \u212b ﬁne ① Ⅳ ½ ²
+北京大学 2024年 東京タワー カタカナ ひらがな 한국어 हिन्दी العربية שלום ไทย Привет
+😀👩\u200d👩\u200d👧 \u00a0nbsp\u3000wide\u200bzero"""
+# Settings of tokenizer_config.json that say whether a space is put before a text.
+ABOUT_SPACES = ("add_prefix_space", "legacy")
+# Classes that are what the file says.
+OF_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
+HEAD_CHARS = 1 << 20  # most files have all but their vocabulary in it
+
+
+def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any) -> Any:
+    """Load a model's tokenizer; `options` are those of transformers' ``from_pretrained``.
+
+    is_converted : the files are made from a GGUF file, which has neither of the two; they are not compared.
+
+    Raises `ModelError` if it is not the tokenizer of ``tokenizer.json``, and no setting in tokenizer_config.json
+    explains that.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    tokenizer = AutoTokenizer.from_pretrained(location, **options)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    settings = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    file, config = (cached_file(location, name, **settings) for name in ("tokenizer.json", "tokenizer_config.json"))
+    if is_converted or backend is None or file is None or _has_parts_of(backend, Path(file)):
+        return tokenizer
+    said = {} if config is None else json.loads(Path(config).read_text(encoding="utf-8"))
+    why = _difference(
+        tokenizer, Path(file), may_differ_in_space=any(said.get(name) is not None for name in ABOUT_SPACES)
+    )
+    if why is None or said.get("fix_mistral_regex"):
+        return tokenizer
+    if said.get("tokenizer_class") in OF_FILE:
+        return PreTrainedTokenizerFast.from_pretrained(location, **options)
+    raise ModelError(
+        f"tokenizer.json is not the tokenizer that transformers makes of it ({type(tokenizer).__name__}): {why}. To "
+        f'use the file, set "tokenizer_class": "{OF_FILE[0]}" in tokenizer_config.json; if the class is right, remove '
+        f"tokenizer.json"
+    )
+
+
+def _has_parts_of(backend: Tokenizer, file: Path) -> bool:
+    """Whether a tokenizer has the normalizer, pre-tokenizer, decoder and options of a file, which is fast to see."""
+    from tokenizers import Tokenizer
+
+    parts = _parts(file)
+    shown = {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    truth = Tokenizer.from_str(json.dumps({**empty, **shown}))  # as this version of tokenizers writes them
+    if any(_plain(getattr(backend, name)) != _plain(getattr(truth, name)) for name in shown):
+        return False
+    options = {name: value for name, value in parts.get("model", {}).items() if hasattr(backend.model, name)}
+    return all((getattr(backend.model, name) or None) == (value or None) for name, value in options.items())
+
+
+def _plain(part: Any) -> Any:
+    """Return a part as plain values, without those that change neither ids nor texts."""
+
+    def relevant(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(relevant, value))
+        if not isinstance(value, dict):
+            return value
+        ignored = {"trim_offsets"}
+        if value.get("type") == "ByteLevel" and "decoders" in type(part).__module__:
+            ignored |= value.keys() - {"type"}
+        return {name: relevant(each) for name, each in value.items() if name not in ignored}
+
+    return None if part is None else relevant(json.loads(part.__getstate__()))
+
+
+def _parts(file: Path) -> dict[str, Any]:
+    """Read all of a file but its vocabulary, which comes last in files that tokenizers writes."""
+    with file.open(encoding="utf-8") as stream:
+        head = stream.read(HEAD_CHARS)
+        try:
+            found, at = _members(head, 0, "model")
+            found["model"], _ = _members(head, at, "vocab")
+        except ValueError:  # the vocabulary does not come last
+            whole = json.loads(head + stream.read())
+            whole["model"] = {name: value for name, value in whole["model"].items() if name not in ("vocab", "merges")}
+            return dict(whole)
+    return found
+
+
+def _members(text: str, at: int, last: str) -> tuple[dict[str, Any], int]:
+    """Read the members of a JSON object up to the one named `last`; also return where its value begins."""
+    decoder = json.JSONDecoder()
+
+    def skip(at: int, mark: str) -> int:
+        at += len(text[at : at + 4096]) - len(text[at : at + 4096].lstrip())
+        if text[at : at + 1] != mark:
+            raise ValueError(f"expected {mark!r}")
+        at += 1
+        return at + len(text[at : at + 4096]) - len(text[at : at + 4096].lstrip())
+
+    found: dict[str, Any] = {}
+    at = skip(at, "{")
+    while True:
+        name, at = decoder.raw_decode(text, at)
+        at = skip(at, ":")
+        if name == last:
+            return found, at
+        found[name], at = decoder.raw_decode(text, at)
+        at = skip(at, ",")
+
+
+def _difference(tokenizer: Any, file: Path, *, may_differ_in_space: bool) -> str | None:
+    """Describe a difference between the ids of a tokenizer and those of a file; None if there is none."""
+    from tokenizers import Tokenizer
+
+    truth = Tokenizer.from_file(str(file))
+    truth.no_truncation()
+    truth.no_padding()
+    for text in (*PROBE.splitlines(keepends=True), PROBE):
+        ours = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        theirs = truth.encode(text, add_special_tokens=False).ids
+        same = ours == theirs or (may_differ_in_space and _differ_in_space(ours, theirs))
+        if not same:
+            return f"{text[:20]!r}... is {ours[:12]}..., and {theirs[:12]}... by the file"
+        texts = [one.decode(ours).lstrip(" " * may_differ_in_space) for one in (tokenizer.backend_tokenizer, truth)]
+        if texts[0] != texts[1]:
+            return f"{ours[:12]}... is {texts[0][:20]!r}..., and {texts[1][:20]!r}... by the file"
+    return None
+
+
+def _differ_in_space(one: list[int], other: list[int]) -> bool:
+    """Whether only the first word differs, as it does if a space is put before it."""
+    rest = min(len(one), len(other)) - 1
+    return abs(len(one) - len(other)) <= 1 and one[len(one) - rest :] == other[len(other) - rest :]
