@@ -213,15 +213,11 @@ class Kinds:
 
     @cached_property
     def _resumed(self) -> Kind:
-        """A job that was killed when half of the documents were finished."""
-        right = self["first"].right
-        self._put(None)
-        rank_0, log = 0, r"/out/log-0001-0000\.jsonl$"
-        killed = self.run(self._mixed_job, Fault(rank_0, "sync", log, 3, 1, KILL))
-        assert killed.code not in NAMED_EXITS and killed.hits == 1, killed.log
-        begun = self._keep("resumed-begun")
-        assert 0 < len(finished(begun)) < len(finished(right))
-        return self._make("resumed", self._mixed_job, begun, right=right)
+        """A job that died before a rank had stored anything that counts."""
+        begun = shutil.copytree(self._unmerged, self.folder / "kept" / "resumed-begun")
+        (begun / "log-0001-0001.jsonl").unlink()
+        assert 0 < len(finished(begun)) < len(finished(self["first"].right))
+        return self._make("resumed", self._mixed_job, begun, right=self["first"].right)
 
     @cached_property
     def _retried(self) -> Kind:
@@ -251,12 +247,15 @@ class Kinds:
     @cached_property
     def _merged(self) -> Kind:
         """A job that found no space to merge its logs, by ``kvr merge``."""
-        right = self["first"].right
+        words = ["merge", str(self.output)]
+        return self._make("merged", words, self._unmerged, self._mixed_job, self["first"].right)
+
+    @cached_property
+    def _unmerged(self) -> Path:
         self._put(None)
         full = self.run(self._mixed_job, Fault(0, "write", r"/out/results\.h5[^/]*$", 1, ALWAYS, errno.ENOSPC))
         assert full.hits and not (self.output / "results.h5").exists(), full.log
-        begun = self._keep("merged-begun")
-        return self._make("merged", ["merge", str(self.output)], begun, self._mixed_job, right)
+        return self._keep("merged-begun")
 
     @cached_property
     def _asked(self) -> Kind:
@@ -323,7 +322,7 @@ def run_case(kinds: Kinds, name: str, fault: Fault) -> str:
     try:
         _check_end(ended, kind.words)
         if ended.code == EXIT_OK:
-            check_right(kinds.output, kind)
+            check_right(kinds.output, kind, merged=False)
         before = check_files(kinds.output)
         again = kinds.run(kind.again, ranks=1)
         _check_end(again, kind.again)
@@ -362,11 +361,14 @@ def check_files(output: Path) -> dict[str, str]:
     return finished(output)
 
 
-def check_right(output: Path, kind: Kind) -> None:
-    """Hold every record, and its keys and values, against those of the undisturbed job."""
+def check_right(output: Path, kind: Kind, *, merged: bool = True) -> None:
+    """Hold every record, and its keys and values, against those of the undisturbed job.
+
+    merged : nothing but ``results.h5`` is left.
+    """
     check_files(output)
-    names = {file.name for file in output.iterdir() if file.suffix == ".h5" or ".part" in file.name}
-    assert names == {"results.h5"}, f"files: {sorted(names)}"
+    names = {file.name for file in output.iterdir() if file.name.startswith(("kv-", "log-")) or ".part" in file.name}
+    assert not (merged and names), f"files: {sorted(names)}"
     found, wanted = open_results(output), open_results(kind.right)
     assert found.ids() == wanted.ids(), f"documents: {sorted({*found.ids()} ^ {*wanted.ids()})}"
     for name in wanted.ids():
