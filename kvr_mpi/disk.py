@@ -2,6 +2,10 @@
 
 Writing creates a new regular file, and never follows a link; reading accepts only regular files, up to a maximum size.
 File modes follow the umask. An output folder is recognised by its lock or its ``run.json``.
+
+Network file systems fail at times although nothing is wrong with a file. Opening, listing, reading, renaming and
+removing are tried again for a while (`retried`). A failed write or sync is not: the kernel reports lost data only once,
+so that a second attempt could succeed without them.
 """
 
 from __future__ import annotations
@@ -10,13 +14,30 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-PART = ".part"
+from kvr_mpi.errors import ConfigError, DataError, KvrError, MissingError, UnavailableError
+
+T = TypeVar("T")
+
+# Errors that can go away by themselves.
+TRANSIENT = frozenset(
+    {errno.ESTALE, errno.EIO, errno.EINTR, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.EIO), errno.EAGAIN}
+)
+FIRST_WAIT_S, RETRY_S = 0.05, 5.0  # the first of the waits between attempts, which double, and all of them together
+HDF5_ERRNO = re.compile(r"errno = ([0-9]+), error message = ")
+# Errors of what is not a regular file, or too large to be one of ours.
+WRONG_KIND = {errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG, errno.ENAMETOOLONG}
+
+PART_NAME = re.compile(r"(.+)\.part(?:-[0-9a-f]{16})?", re.DOTALL)  # unfinished files; earlier versions' had no number
+PART_CHARS = len(".part-") + 16
+LEFTOVER_S = 86400.0  # an unfinished file that was not written to for this long has no writer any more
 MODE = 0o666  # minus the umask
 OTHER_FOLDER = "choose another output folder (output.path; kvr ask: -o)"
 RUN_FILE = "run.json"  # identity and documents of a run (`store.run.RunFile`)
@@ -35,6 +56,83 @@ KINDS = {
 }
 
 
+def retried(action: Callable[[], T], path: Path | str, *, listed: bool = False) -> T:
+    """Call a function that reads, lists, renames or removes; call it again for a while after a `TRANSIENT` error.
+
+    Raises `UnavailableError` if the error stays; other errors pass unchanged.
+
+    path : the file or folder, for the message.
+    listed : a listing just named the file, so that it should exist.
+    """
+    waited_s, wait_s = 0.0, FIRST_WAIT_S
+    while True:
+        try:
+            return action()
+        except UnavailableError:
+            raise
+        except OSError as error:
+            if error.errno not in TRANSIENT | {errno.ENOMEM} and not (listed and error.errno == errno.ENOENT):
+                raise
+            if waited_s >= RETRY_S:
+                raise unavailable(path, error) from error
+        time.sleep(wait_s)
+        waited_s, wait_s = waited_s + wait_s, 2 * wait_s
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Return the number of the system error that caused an exception, also of h5py; None if there was none."""
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    number = getattr(error, "errno", None)
+    if number is None and (told := HDF5_ERRNO.search(str(error))):
+        number = int(told[1])
+    return number
+
+
+def unavailable(path: Path | str, error: BaseException) -> UnavailableError:
+    """Return the error that says that a file cannot be read now, because of a system error."""
+    number = errno_of(error)
+    reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
+    return UnavailableError(
+        f"{path} cannot be read now: {reason}; nothing was changed because of it: start the same command again"
+    )
+
+
+def read_error(path: Path | str, error: BaseException) -> KvrError:
+    """Return the error to raise for a result file that could not be read: only wrong contents are a `DataError`."""
+    number = errno_of(error)
+    if isinstance(error, KvrError):
+        return error
+    if number in (errno.EACCES, errno.EPERM):
+        return ConfigError(f"{path}: no permission to read it; its owner can change that (chmod)")
+    if number == errno.ENOENT:
+        return MissingError(f"{path}: no such file")
+    if number is None or number in WRONG_KIND:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        return DataError(f"{path} is damaged, or not a result file: {reason}")
+    return unavailable(path, error)
+
+
+def list_folder(folder: Path | str) -> list[os.DirEntry[str]]:
+    """List a folder; `retried`."""
+
+    def entries() -> list[os.DirEntry[str]]:
+        with os.scandir(folder) as found:
+            return list(found)
+
+    return retried(entries, folder)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file, and replace an existing one; `retried`."""
+    retried(lambda: os.replace(source, target), target)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it exists; `retried`."""
+    retried(lambda: path.unlink(missing_ok=True), path)
+
+
 def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
     """Whether a job has used a folder, with files of these names, for its output.
 
@@ -43,11 +141,18 @@ def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
     there = set(names)
     if any(map(LOCK_NAME.fullmatch, there)):
         return True
-    with contextlib.suppress(OSError):
-        if RUN_FILE in there:
-            with open_regular(Path(folder, RUN_FILE)) as stream:
-                return stream.read(len(RUN_FILE_START)) == RUN_FILE_START
-    return False
+    run_file = Path(folder, RUN_FILE)
+
+    def start() -> bytes:
+        with _open(run_file) as stream:
+            return stream.read(len(RUN_FILE_START))
+
+    try:
+        return RUN_FILE in there and retried(start, run_file) == RUN_FILE_START
+    except UnavailableError:
+        raise
+    except OSError:
+        return False
 
 
 def rank_file(folder: Path, session: int, rank: int) -> Path:
@@ -61,7 +166,7 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
         return []
     found = []
     with contextlib.suppress(OSError):  # removed meanwhile
-        found = [match for match in map(RANK_FILE_NAME.fullmatch, os.listdir(folder)) if match]
+        found = [match for entry in list_folder(folder) if (match := RANK_FILE_NAME.fullmatch(entry.name))]
     found.sort(key=lambda match: (int(match[1]), int(match[2])))
     return [(int(match[1]), folder / match[0]) for match in found]
 
@@ -76,16 +181,24 @@ def remove_rank_files(folder: Path, but_of: int | None = None) -> None:
             folder.rmdir()
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; raise `OSError` for others: pipes could block, devices could be endless."""
+def open_regular(path: Path, *, listed: bool = False) -> BinaryIO:
+    """Open a regular file for reading, `retried`; raise `OSError` for others: pipes could block, devices be endless."""
+    return retried(lambda: _open(path), path, listed=listed)
+
+
+def _open(path: Path) -> BinaryIO:
     _check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects
     return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), path), "rb")
 
 
-def read_regular(path: Path, limit_bytes: int) -> bytes:
-    """Read a regular file; raise `OSError` if it is another kind of file, or larger than the limit."""
-    with open_regular(path) as stream:
-        data = stream.read(limit_bytes + 1)
+def read_regular(path: Path, limit_bytes: int, *, listed: bool = False) -> bytes:
+    """Read a regular file, `retried`; raise `OSError` if it is another kind of file, or larger than the limit."""
+
+    def read() -> bytes:
+        with _open(path) as stream:
+            return stream.read(limit_bytes + 1)
+
+    data = retried(read, path, listed=listed)
     if len(data) > limit_bytes:
         raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
     return data
@@ -107,7 +220,7 @@ def truncate(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    handle = retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK), path)
     try:
         os.fsync(handle)
     except OSError as error:
@@ -117,23 +230,40 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def final_name(name: str) -> str:
+    """Return the name of the file that an unfinished file (`replaced`) was to become; of others their own."""
+    part = PART_NAME.fullmatch(name)
+    return part[1] if part else name
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield ``PATH.part``, a name that does not exist; when the block succeeds, that file replaces `path`, synced.
+    """Yield a new name next to `path`, ``PATH.part-NUMBER``; if the block succeeds, that file replaces `path`, synced.
 
-    An existing ``PATH.part``, which may be a link, is removed first.
+    Several processes can replace a file at the same time: each complete file replaces the one before. What killed
+    processes left behind is removed after `LEFTOVER_S`.
     """
-    part = path.with_name(path.name + PART)
-    part.unlink(missing_ok=True)
+    part = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
     try:
         yield part
         sync(part)
-        os.replace(part, path)
+        rename(part, path)
         sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+    with contextlib.suppress(OSError):
+        remove_parts(path.parent, path.name, older_s=LEFTOVER_S)
+
+
+def remove_parts(folder: Path, name: str, older_s: float = 0.0) -> None:
+    """Remove the unfinished files that were to become `name`; with `older_s`, if they are so much older than `name`."""
+    parts = [entry for entry in list_folder(folder) if entry.name != name and final_name(entry.name) == name]
+    newest_s = (folder / name).stat().st_mtime if parts and older_s else 0.0  # both by the file system's clock
+    for entry in parts:
+        if not older_s or newest_s - entry.stat(follow_symlinks=False).st_mtime > older_s:
+            remove(folder / entry.name)
 
 
 @contextmanager

@@ -5,6 +5,7 @@
     ├── DataError           65   a file to read is damaged or foreign
     │   ├── ForeignError         ... intact, but written by another program or a newer version
     │   └── MissingError    78   ... does not exist: the command, as written, cannot be run
+    ├── UnavailableError    75   a file or folder cannot be read now: it may be intact; also an `OSError`
     ├── AgreementError       1   ranks of a chain were about to compute different things
     ├── TransportError      69   no usable way for the ranks to communicate
     └── ConfigError         78   the job, as written, cannot be run
@@ -32,6 +33,8 @@ EXIT_NO_TRANSPORT = 69
 EXIT_STOPPED = 75  # not an error: the job was told to stop, or ran out of time; it can be resumed
 EXIT_CONFIG = 78
 EXIT_INTERRUPTED = 130  # by Ctrl-C
+
+NOT_NOW = "cannot be read now: "  # begins the error of a document that the next start of the job tries again
 
 # Meanings in the last line of a job; the lines above it have the details.
 MEANINGS = {
@@ -118,6 +121,16 @@ class MissingError(DataError):
 
     exit_code = EXIT_CONFIG
     meaning = ""
+
+
+class UnavailableError(KvrError, OSError):
+    """A file or folder cannot be read now, because of a network file system, for example; it may well be intact.
+
+    Since it is an `OSError`, whoever can do without a file treats it as missing.
+    """
+
+    exit_code = EXIT_STOPPED
+    meaning = "a file cannot be read now; the same command with --resume continues"
 
 
 class AgreementError(KvrError):

@@ -101,7 +101,11 @@ def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]
 
 def result_files(folder: Path) -> list[str]:
     """Names of logs, volumes and results, finished or not."""
-    return sorted(path.name for path in folder.iterdir() if is_ours(path.name) or path.name.endswith((".h5", ".part")))
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if is_ours(path.name) or path.name.endswith(".h5") or ".part" in path.name
+    )
 
 
 def kv_in(file: h5py.File, name: str) -> h5py.Group:

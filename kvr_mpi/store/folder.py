@@ -19,7 +19,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, VOLUME_NAME, create
-from kvr_mpi.errors import DataError, ForeignError, OutputError, counted
+from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, counted
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.hdf5 import group_in, hdf5_errors
@@ -54,6 +54,11 @@ class Place:
     finished_at: str
     needs: tuple[str, ...]
     pieces: tuple[Piece, ...] = ()
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the document could not be read for the moment, so that the next start of the job tries it again."""
+        return self.reason.startswith(NOT_NOW)
 
     @property
     def kv_bytes(self) -> int:

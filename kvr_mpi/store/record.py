@@ -1,7 +1,8 @@
 """The record of one document, as it is stored and shown.
 
     id, status       status is "done" or "error"
-    error            why the document failed
+    error            why the document failed; if it begins with "cannot be read
+                     now: ", the next start of the job tries it again
     document, question    of ``kvr ask`` and of several prompts
     columns          fields of the document's row, as JSON
     answer, token_ids     its text, and its tokens

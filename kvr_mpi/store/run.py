@@ -17,14 +17,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, read_regular, remove_rank_files, replacing
+from kvr_mpi.disk import (
+    LOG_NAME,
+    OTHER_FOLDER,
+    RUN_FILE,
+    final_name,
+    list_folder,
+    read_regular,
+    remove,
+    remove_rank_files,
+    rename,
+    replacing,
+)
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
 from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
 from kvr_mpi.store.traces import TRACES
-from kvr_mpi.store.volumes import RESULTS, is_ours, open_source, open_volume
+from kvr_mpi.store.volumes import is_ours, open_source, open_volume
 
 RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
@@ -52,6 +63,8 @@ def open_run(
     say: Say = lambda line: None,
 ) -> tuple[set[str], set[str]]:
     """Repair the folder of a run; return the ids of documents that are done, and of those whose error records are kept.
+
+    Documents that could not be read for the moment (`NOT_NOW`) are always processed again.
 
     header : its identity has to match the existing results.
     corpus : it has to contain the documents of the existing results, unless the run is extended.
@@ -84,7 +97,8 @@ def open_run(
             )
         known = places.keys() & wanted - stale
         done = {name for name in known if places[name].is_done}
-        return done, set() if retry_failed else known - done
+        kept = {name for name in known - done if not (retry_failed or places[name].is_transient)}
+        return done, kept
     except OSError as error:
         raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
 
@@ -159,7 +173,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     found = survey(folder, reads_all=True)
     for source, other in found.headers.items():
         check_identity(source, other.identity, header.identity)
-    (folder / (RESULTS + PART)).unlink(missing_ok=True)  # never complete, so never counted
+    _remove_unfinished(folder)
     found.verify(VERIFY_BYTES)
     damaged = found.damaged
     for name, why in sorted(damaged.items()):
@@ -179,6 +193,14 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     return found
 
 
+def _remove_unfinished(folder: Path) -> None:
+    """Remove files that were never completed, so that nothing was ever read from them; the folder must be locked."""
+    for entry in list_folder(folder):
+        name = final_name(entry.name)
+        if name != entry.name and (is_ours(name) or name == RUN_FILE) and not entry.is_dir(follow_symlinks=False):
+            remove(folder / entry.name)
+
+
 def _drop(log: LogWriter, documents: Iterable[str]) -> None:
     """Invalidate the records of documents."""
     log.write(seal({"line": DROPPED, "ids": sorted(documents)}))
@@ -191,7 +213,7 @@ def _set_aside(file: Path, header: Header) -> Path:
     while os.path.lexists(kept := file.with_name(f"{file.name}{DAMAGED}-{number}")):
         number += 1
     if not LOG_NAME.fullmatch(file.name) or not file.is_file() or file.is_symlink():
-        file.rename(kept)
+        rename(file, kept)
         return kept
     shutil.copyfile(file, kept)
     with open_source(file) as source, replacing(file) as clean:
@@ -216,9 +238,10 @@ def _clear(folder: Path) -> None:
     """Delete the files of a run, including damaged and unfinished ones, and nothing else."""
     (folder / RUN_FILE).unlink(missing_ok=True)
     remove_rank_files(folder / TRACES)
-    for file in list(folder.iterdir()):
-        if is_ours(file.name.partition(DAMAGED)[0].removesuffix(PART)) and (file.is_file() or file.is_symlink()):
-            file.unlink()
+    _remove_unfinished(folder)
+    for entry in list_folder(folder):
+        if is_ours(entry.name.partition(DAMAGED)[0]) and (entry.is_file() or entry.is_symlink()):
+            remove(folder / entry.name)
 
 
 def _check_job(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, PART, RUN_FILE, VOLUME_NAME, is_output_folder
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, RUN_FILE, VOLUME_NAME, final_name, is_output_folder
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.folder import DAMAGED
 from kvr_mpi.store.shares import SHARE_NAME, is_run
@@ -46,7 +46,7 @@ def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> No
 
 def _run_that_owns(path: Path) -> Path | None:
     """Return the run that a file belongs to, judged by its folder and name; None for other files."""
-    name = path.name.removesuffix(PART).partition(DAMAGED)[0]
+    name = final_name(path.name).partition(DAMAGED)[0]
     if any(pattern.fullmatch(name) for pattern in RESERVED):
         return path.parent
     if name in OWN_FILES and is_run(path.parent):

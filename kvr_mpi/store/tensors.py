@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import PART, create
+from kvr_mpi.disk import PART_CHARS, create
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.kv import KINDS, refuse_compressed
 from kvr_mpi.store.results import Results
@@ -67,6 +67,6 @@ def tensors_file(key: str) -> str:
 
     In a key, two hexadecimal digits follow every ``%``, so no other document's name contains ``%-``.
     """
-    if len(key + SUFFIX + PART) <= MOST_NAME_BYTES:
+    if len(key + SUFFIX) + PART_CHARS <= MOST_NAME_BYTES:
         return key + SUFFIX
     return f"{key[:KEPT_OF_NAME]}%-{hashlib.sha256(key.encode()).hexdigest()}{SUFFIX}"

@@ -100,7 +100,7 @@ def wait_for_moment(process: subprocess.Popen[str], output: Path, chance: random
         except OSError:
             return False
         if kind == "merge":
-            return "results.h5.part" in files
+            return any(name.startswith("results.h5.part") for name in files)
         begun = sum(name.startswith("kv-") for name in files)
         return begun >= before + volumes and (kind == "work" or any(name.startswith("log-") for name in files))
 

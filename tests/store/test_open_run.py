@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 from made_runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, resume, take, write
 
-from kvr_mpi.disk import PART, RUN_FILE
+from kvr_mpi.disk import RUN_FILE
 from kvr_mpi.documents import scan_corpus
-from kvr_mpi.errors import DataError, OutputError
+from kvr_mpi.errors import NOT_NOW, DataError, OutputError
 from kvr_mpi.store.log import Header
+from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.run import differing_settings, known_corpus
@@ -35,7 +37,8 @@ def test_a_folder_is_begun_once_and_may_be_begun_again_before_its_first_document
     run = take(folder, mode="new")
     assert (run.done, run.failed, run.lock.number) == (set(), set(), 1) and known_corpus(folder) == corpus_of(NAMES)
     run.lock.release()
-    (folder / f"{RESULTS}{PART}").write_bytes(b"half")
+    for unfinished in (f"{RESULTS}.part", f"{RESULTS}.part-{'0f' * 8}", f"{RUN_FILE}.part-{'1e' * 8}"):
+        (folder / unfinished).write_bytes(b"half")
     other = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, {})
     begin(folder, record("x"), corpus=corpus_of("xyz"), header=other)
     assert result_files(folder) == ["log-0002-0000.jsonl"] and known_corpus(folder) == corpus_of("xyz")
@@ -196,3 +199,11 @@ def test_a_job_writes_beside_earlier_ones_even_if_their_locks_were_deleted(tmp_p
     write(tmp_path, 0, [record("b")])
     run.lock.release()
     assert [each.id for each in open_results(tmp_path)] == ["a", "b"]
+
+
+def test_documents_that_could_not_be_read_for_the_moment_are_tried_again_unasked(tmp_path: Path) -> None:
+    late = Record("b", "error", error=f"{NOT_NOW}b.txt: {os.strerror(errno.ESTALE)}")
+    begin(tmp_path, record("a"), late, record("c", "error"))
+    assert resume(tmp_path)[:2] == ({"a"}, {"c"})
+    write(tmp_path, 1, [record("b")])
+    assert resume(tmp_path)[:2] == ({"a", "b"}, {"c"})

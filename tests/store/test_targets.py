@@ -92,7 +92,13 @@ def test_other_questions_go_to_a_new_folder_and_the_last_one_is_continued(
 
 
 OWN = (
-    *("results.h5", "results.h5.part", "run.json", "kv-0001-0000-00000.h5", "kv-9999-0000-00000.h5.damaged-1"),
+    *(
+        "results.h5",
+        "results.h5.part-0123456789abcdef",
+        "run.json",
+        "kv-0001-0000-00000.h5",
+        "kv-9999-0000-00000.h5.damaged-1",
+    ),
     *("log-0001-0000.jsonl", ".lock-000001", "trace/0001-0000.json"),
 )
 
