@@ -7,6 +7,8 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvr_mpi.cgroups import usable_cores
+
 if TYPE_CHECKING:
     from kvr_mpi.setup.job_setup import Machine
     from kvr_mpi.store.lock import Owner
@@ -20,7 +22,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
     threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
     return Machine(
         cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=usable_cores(),
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
         owner=read_owner(environ),

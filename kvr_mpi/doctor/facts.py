@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvr_mpi.cgroups import cpu_quota
 from kvr_mpi.doctor.deadlines import within
 from kvr_mpi.model.devices import NVIDIA_DRIVER, explain_unusable_gpu
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
@@ -52,6 +53,7 @@ class RankFacts:
     device: DeviceFacts
     mpi: MpiFacts | None
     versions: dict[str, str]
+    cpu_quota: int | None = None  # of its control group, in cores
 
 
 def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
@@ -72,6 +74,7 @@ def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool
         device=look_at_device(gpu, environ),
         mpi=describe_mpi(environ) if with_mpi else None,
         versions={"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+        cpu_quota=cpu_quota(),
     )
 
 

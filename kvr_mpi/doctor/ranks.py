@@ -66,7 +66,7 @@ def check_launcher(facts: Sequence[RankFacts], launched: tuple[str, int] | None)
 def check_hosts(facts: Sequence[RankFacts]) -> list[Finding]:
     """Report the ranks and cores of each host."""
     hosts = [
-        f"{len(ranks)} on {host} ({_cores_text([len(one.cores) for one in ranks])} per rank)"
+        f"{len(ranks)} on {host} ({_cores_text([len(one.cores) for one in ranks])} per rank{_quota_text(ranks)})"
         for host, ranks in group_hosts(facts).items()
     ]
     return [ok("ranks", f"{counted(len(facts), 'rank')}: {some(hosts, 8)}")]
@@ -101,11 +101,11 @@ def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
         findings.append(warn(check, text, remedy))
     said = {one.rank: int(one.threads) for one in facts if one.threads and one not in odd}
     for one in facts:
-        if one.cores and said.get(one.rank, 0) > len(one.cores):
-            text = f"rank {one.rank} would run {one.threads} threads on {_cores_text([len(one.cores)])}"
+        if one.cores and said.get(one.rank, 0) > (cores := _usable([one])):
+            text = f"rank {one.rank} would run {one.threads} threads on {_cores_text([cores])}"
             return [*findings, warn(check, text, remedy)]
     for host, ranks in group_hosts(facts).items():
-        cores = len({core for one in ranks for core in one.cores})
+        cores = _usable(ranks)
         wanted = sum(said.get(one.rank, 1) for one in ranks)
         if cores and wanted > cores:
             text = f"{len(ranks)} ranks on {host} would run {wanted} threads on {_cores_text([cores])}"
@@ -159,6 +159,17 @@ def check_versions(facts: Sequence[RankFacts], ranges: dict[str, str]) -> list[F
 
 def _version(name: str, one: RankFacts) -> str:
     return one.versions.get(name, "missing")
+
+
+def _usable(ranks: Sequence[RankFacts]) -> int:
+    """Return the number of cores that some ranks of a host may use together; 0 if it is unknown."""
+    cores = len({core for one in ranks for core in one.cores})
+    return min([cores, *(one.cpu_quota for one in ranks if one.cpu_quota is not None)])
+
+
+def _quota_text(ranks: Sequence[RankFacts]) -> str:
+    quota = min((one.cpu_quota for one in ranks if one.cpu_quota is not None), default=None)
+    return "" if quota is None else f", a CPU quota of {counted(quota, 'core')}"
 
 
 def _cores_text(counts: Sequence[int]) -> str:

@@ -11,15 +11,17 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvr_mpi.disk import retried
 from kvr_mpi.documents.document import Document
-from kvr_mpi.documents.files import RawRow, check_document, document_of, read_rows, stream_rows
+from kvr_mpi.documents.files import RawRow, check_document, document_of, read_rows, stream_rows, why_not_now
 from kvr_mpi.documents.paths import find_files, suffix_of
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
-from kvr_mpi.errors import CorpusError
+from kvr_mpi.errors import NOT_NOW, CorpusError, UnavailableError
 from kvr_mpi.plain import from_plain
 
 SHA256_CHARS = 64
@@ -43,6 +45,11 @@ class Entry(NamedTuple):
     file: int
     place: int
     error: str | None = None
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether its file could not be read for the moment, so that the next start of the job reads it again."""
+        return self.error is not None and self.error.startswith(NOT_NOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,8 @@ class Corpus:
     limit: int | None = None
     prompts: tuple[str, ...] = ()
     _open: tuple[int, int, Iterator[tuple[int, RawRow]]] = field(default=CLOSED, init=False, repr=False, compare=False)
+    _last: Document | None = field(default=None, init=False, repr=False, compare=False)  # at the place in `_open`
+    _patient: bool = field(default=True, init=False, repr=False, compare=False)  # until a file cannot be read
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -87,7 +96,10 @@ class Corpus:
             return Document(entry.id, error=entry.error, passed=self._passed_of(entry))
         file = self.files[entry.file].path
         try:
-            document = self._document(entry)
+            document, self._patient = self._document(entry), True
+        except UnavailableError as error:
+            self._open, self._patient = CLOSED, False
+            return Document(entry.id, error=why_not_now(Path(file), error))
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             self._open = CLOSED
             reason = getattr(error, "strerror", None) or str(error)
@@ -99,14 +111,18 @@ class Corpus:
         return replace(document, id=entry.id)
 
     def _document(self, entry: Entry) -> Document:
-        """Read a document in its current state; a file that cannot seek stays open after the last row read."""
+        """Read a document; a file that cannot seek stays open after its last row, kept for more prompts about it."""
         file, (number, last, rows) = Path(self.files[entry.file].path), self._open
-        if number != entry.file or entry.place <= last or suffix_of(file) not in (".jsonl.gz", ".parquet"):
-            rows = read_rows(file, self.rows, entry.place)
+        stays_open = suffix_of(file) in (".jsonl.gz", ".parquet")
+        if stays_open and (number, last) == (entry.file, entry.place) and self._last is not None:
+            return self._last
+        if number != entry.file or entry.place <= last or not stays_open:
+            rows = read_rows(file, self.rows, entry.place, patient=self._patient)
         for place, row in rows:
             if place == entry.place:
                 self._open = entry.file, place, rows
-                return check_document(document_of(row, self.rows, file, "row", 1))
+                self._last = check_document(document_of(row, self.rows, file, "row", 1))
+                return self._last
         raise ValueError(f"it no longer has row {entry.place + 1}")
 
     def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
@@ -161,15 +177,17 @@ def scan_corpus(
 
     paths, rows, limit : as for `read_corpus`.
     prompts : names of several prompts about each document.
-    known : an earlier list. If it has the same files, by name, size and modification time, nothing is read.
+    known : an earlier list. If it has the same files, by name, size and modification time, and all of them could be
+        read, nothing is read.
 
     Raises `CorpusError` if a path matches nothing, a file has an unknown format, or there are no documents.
     """
     paths = list(paths)
     found = find_files(paths)
-    files = tuple(_look(file, name) for file, name in found)
+    files = tuple(_look(found))
     if (
         known is not None
+        and not any(entry.is_transient for entry in known.entries)
         and (known.rows, known.limit, known.prompts) == (rows, limit, tuple(prompts))
         and known.files == files
     ):
@@ -236,9 +254,14 @@ def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) 
         yield entry._replace(id=answer, chars=work, error=entry.error or too_long)
 
 
-def _look(file: str, name: str) -> CorpusFile:
-    try:
-        found = os.stat(file)
-    except OSError:
-        return CorpusFile(file, name, -1, 0)
-    return CorpusFile(file, name, found.st_size, found.st_mtime_ns)
+def _look(files: Iterable[tuple[str, str]]) -> Iterator[CorpusFile]:
+    """Yield the size and modification time of each file."""
+    patient = True
+    for file, name in files:
+        try:
+            found = retried(partial(os.stat, file), file, patient=patient)
+        except OSError as error:
+            patient &= not isinstance(error, UnavailableError)
+            yield CorpusFile(file, name, -1, 0)
+        else:
+            yield CorpusFile(file, name, found.st_size, found.st_mtime_ns)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,11 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from kvr_mpi.disk import open_regular
+from kvr_mpi.disk import open_regular, retried
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, suffix_of
 from kvr_mpi.documents.rows import UTF_8, RowFormat
-from kvr_mpi.errors import CorpusError
+from kvr_mpi.errors import NOT_NOW, CorpusError, UnavailableError
 
 MAX_ID_CHARS = 512
 # Maximum size of a document or row, more than any model can read. Larger ones are never loaded as a whole.
@@ -44,12 +45,18 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
     `read_rows` can start at a place: the byte offset in ``.jsonl``, the row number (from 0) in ``.jsonl.gz`` and
     ``.parquet``, otherwise 0.
     """
+    patient = True
     for number, (path, name) in enumerate(files):
-        file = Path(path)
+        file, listed = Path(path), not os.path.islink(path)  # a link may lead nowhere
         try:
-            for count, (place, row) in enumerate(read_rows(file, rows), start=1):
+            there = read_rows(file, rows, listed=listed, patient=patient)
+            for count, (place, row) in enumerate(there, start=1):
+                patient = True
                 if not isinstance(row, bytes) or row.strip():
                     yield number, place, document_of(row, rows, file, name, count)
+        except UnavailableError as error:
+            patient = False
+            yield number, 0, Document(name, error=why_not_now(file, error))
         except UnicodeDecodeError as error:
             yield number, 0, Document(name, error=_why_no_text(file, error, rows.encoding))
         except ValueError as error:
@@ -61,25 +68,65 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
             yield number, 0, Document(name, error=f"{file} cannot be read: {reason}")
 
 
-def read_rows(file: Path, rows: RowFormat, start: int = 0) -> Iterator[tuple[int, RawRow]]:
+def why_not_now(file: Path, error: UnavailableError) -> str:
+    """Return the error of a document whose file cannot be read now; see `errors.NOT_NOW`."""
+    reason = getattr(error.__cause__, "strerror", None) or str(error.__cause__ or error)
+    return f"{NOT_NOW}{file}: {reason}; the next start of the job tries again"
+
+
+def read_rows(
+    file: Path, rows: RowFormat, start: int = 0, *, listed: bool = False, patient: bool = True
+) -> Iterator[tuple[int, RawRow]]:
     """Yield (place, row) of a file, starting at a place; a text file is one row.
 
-    Raises `OSError`, `EOFError`, `ValueError` or `zlib.error` if the file cannot be read, or is damaged.
+    After a transient error, the file is opened again and read from the row that failed; see `disk.retried`, also for
+    `listed` and `patient`.
+
+    Raises `UnavailableError` if the file cannot be read now; `OSError`, `EOFError`, `ValueError` or `zlib.error` if it
+    cannot be read at all, or is damaged.
     """
+    if suffix_of(file) in TEXT_SUFFIXES:
+        yield 0, retried(lambda: read_text(file, rows.encoding, patient=patient), file, listed=listed, patient=patient)
+        return
+    version: tuple[int, int] | None = None
+    source: Iterator[tuple[int, int, RawRow]] | None = None
+
+    def advance() -> tuple[int, int, RawRow] | None:
+        nonlocal source, version
+        try:
+            if source is None:
+                found = os.stat(file)
+                was, version = version, (found.st_size, found.st_mtime_ns)
+                if was not in (None, version):
+                    raise UnavailableError(f"{file} was replaced while it was read")
+                source = _table_rows(file, rows, start, patient)
+            return next(source, None)
+        except BaseException:  # a generator ends at an error
+            source = None
+            raise
+
+    while (item := retried(advance, file, listed=listed, patient=patient)) is not None:
+        place, start, row = item
+        yield place, row
+
+
+def _table_rows(file: Path, rows: RowFormat, start: int, patient: bool) -> Iterator[tuple[int, int, RawRow]]:
+    """Yield (place, next place, row) of a table."""
     kind = suffix_of(file)
-    if kind in TEXT_SUFFIXES:
-        yield 0, read_text(file, rows.encoding)
-    elif kind == ".parquet":
-        yield from parquet_rows(file, rows.needed, start)
-    else:
-        with open_regular(file) as stream:
-            if kind == ".jsonl.gz":
-                yield from islice(enumerate(line for _, line in read_lines(gzip.open(stream, "rb"))), start, None)
-                return
-            stream.seek(start)
-            for size, line in read_lines(stream):
-                yield start, line
-                start += size
+    with open_regular(file, patient=patient) as stream:
+        if kind == ".parquet":
+            for number, fields in parquet_rows(file, rows.needed, start):
+                yield number, number + 1, fields
+            return
+        if kind == ".jsonl.gz":
+            for number, (_, line) in enumerate(read_lines(gzip.open(stream, "rb"))):
+                if number >= start:
+                    yield number, number + 1, line
+            return
+        stream.seek(start)
+        for size, line in read_lines(stream):
+            yield start, start + size, line
+            start += size
 
 
 def document_of(row: RawRow, rows: RowFormat, file: Path, name: str, number: int) -> Document:
@@ -118,12 +165,12 @@ def _is_binary(data: bytes) -> bool:
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
 
 
-def read_text(file: Path, encoding: str = UTF_8) -> str:
+def read_text(file: Path, encoding: str = UTF_8, *, patient: bool = True) -> str:
     """Read a whole text file, without its byte order mark.
 
     Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which some encodings would accept as text.
     """
-    with open_regular(file) as stream:
+    with open_regular(file, patient=patient) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise OSError(
@@ -167,8 +214,7 @@ def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[
     except ImportError as error:
         raise CorpusError(f"{file}: reading Parquet needs pyarrow; `pip install pyarrow`") from error
     try:
-        with open_regular(file):
-            table = pyarrow.parquet.ParquetFile(file)
+        table = pyarrow.parquet.ParquetFile(file)
         names = table.schema_arrow.names
         sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
         groups, number = list(range(len(sizes))), 0

@@ -5,35 +5,39 @@ Output folders of jobs are skipped below a folder and in the expansion of ``**``
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatch
+from contextlib import suppress
+from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 
-from kvr_mpi.disk import LOG_NAME, is_output_folder, kind_of_file
-from kvr_mpi.errors import CorpusError, counted
+from kvr_mpi.disk import LOG_NAME, is_output_folder, kind_of_file, list_folder, retried
+from kvr_mpi.errors import CorpusError, UnavailableError, counted
 
 TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
 # A dataset on the hub is named as pandas names it: hf://datasets/OWNER/NAME, @REVISION or /GLOB may follow.
 HUB = "hf://datasets/"
+LOST = "lost+found"  # of the file system; only root may list it
 
 
 def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
     """List the corpus files that folders, globs, file names and datasets of the hub (then downloaded) match.
 
     Returns the path of each file once, and its name in document ids: the path relative to the given folder. These are
-    strings, not `Path`s, since there may be 100,000. Raises `CorpusError` if a path matches nothing, or a file has an
-    unknown format.
+    strings, not `Path`s, since there may be 100,000. Raises `CorpusError` if a path matches nothing, a file has an
+    unknown format, or there is no permission to list a folder; `UnavailableError` if a folder cannot be listed now.
     """
     found: dict[str, tuple[str, str]] = {}
     for pattern in paths:
         try:
             for file, name in _match(pattern):
                 found.setdefault(os.path.abspath(file), (file, name))
+        except UnavailableError:
+            raise
         except (OSError, RuntimeError, ValueError) as error:  # such as a name that is too long, or an unknown ~user
             raise CorpusError(f"documents.path {pattern!r} cannot be searched: {error}") from error
     return list(found.values())
@@ -46,8 +50,8 @@ def other_files(paths: Iterable[str]) -> list[str]:
     """
     found: dict[str, str] = {}
     for base in (Path(pattern).expanduser() for pattern in paths):
-        if base.is_dir():
-            for above, names, _ in _folders_in(str(base)):
+        with suppress(OSError):  # `find_files` reports it
+            for above, names, _ in _folders_in(str(base)) if base.is_dir() else ():
                 for file in (os.path.join(base, above, name) for name in names if not _is_read(name)):
                     found.setdefault(os.path.abspath(file), file)
     return sorted(found.values())
@@ -65,8 +69,9 @@ def _match(pattern: str) -> list[tuple[str, str]]:
     if pattern.startswith(HUB):
         return _match_on_hub(pattern)
     base = Path(pattern).expanduser()
-    if base.is_dir():
-        if is_output_folder(base, os.listdir(base)):
+    mode = _mode_of(base)
+    if _is_dir(mode):
+        if _is_output(base):
             raise CorpusError(
                 f"documents.path {pattern!r} is the output folder of a job; name a folder or files of documents (kvr "
                 f"ask puts questions to the documents of a run)"
@@ -78,14 +83,16 @@ def _match(pattern: str) -> list[tuple[str, str]]:
             )
         above = "" if str(base) == "." else f"{str(base).rstrip('/')}/"
         return [(above + name, name) for name in names]
-    matches = [base] if base.exists() else sorted(_matches_of(str(base)))
-    if base.exists() and not base.is_file():
-        what = kind_of_file(base.stat().st_mode)
+    if mode is not None and not stat.S_ISREG(mode):
+        what = kind_of_file(mode)
         raise CorpusError(f"documents.path {pattern!r} is {what}; expected a folder, a glob or a regular file")
-    files = [file for file in matches if not file.is_dir() and not _is_log(file)]
+    matches = {str(base): False} if mode is not None else dict(_expand(str(base)))
+    found = sorted(Path(path) for path, is_folder in matches.items() if not is_folder)
+    logs = {file for file in found if LOG_NAME.fullmatch(file.name) and _is_output(file.parent)}
+    files = [file for file in found if file not in logs]
     if not files:
         what = "only folders match it" if matches else "no such file or folder, and no file matches it"
-        what = "only the logs of a run match it" if any(map(_is_log, matches)) else what
+        what = "only the logs of a run match it" if logs else what
         raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
     for file in files:
         if not suffix_of(file):
@@ -120,9 +127,8 @@ def _match_on_hub(pattern: str) -> list[tuple[str, str]]:
     return [(f"{base}/{name}", name) for name in names]
 
 
-def _is_log(file: Path) -> bool:
-    """Whether a file is a log of a job, by its name and folder; other tables may have similar names."""
-    return LOG_NAME.fullmatch(file.name) is not None and is_output_folder(file.parent, os.listdir(file.parent))
+def _is_output(folder: Path) -> bool:
+    return is_output_folder(folder, [entry.name for entry in _list(str(folder))])
 
 
 def suffix_of(file: Path) -> str | None:
@@ -139,30 +145,97 @@ def _names_in(base: str) -> list[str]:
 
 
 def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield the path of each visible folder, relative to `base`, with its files and folders; no outputs of jobs."""
-    for folder, inner, names in os.walk(base):
-        if is_output_folder(folder, names):
-            inner.clear()
+    """Yield the path of each visible folder, relative to `base`, with its files and folders; no outputs of jobs.
+
+    Links to folders are named, but not followed. Raises `OSError` for a folder that cannot be listed.
+    """
+    todo = [""]
+    while todo:
+        above = todo.pop()
+        entries = _visible(os.path.join(base, above))
+        if entries is None:
             continue
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
-        above = "" if folder == base else os.path.relpath(folder, base) + "/"
-        yield above, [name for name in names if not name.startswith(".")], inner
+        folders = {entry.name: entry.is_symlink() for entry in entries if _is_folder(entry)}
+        todo += (f"{above}{name}/" for name, is_link in folders.items() if not is_link)
+        yield above, [entry.name for entry in entries if entry.name not in folders], sorted(folders)
+
+
+def _list(folder: str) -> list[os.DirEntry[str]]:
+    """List a folder (empty: the current one) that exists, as far as is known."""
+    return retried(lambda: list_folder(folder or "."), folder or ".", listed=True)
+
+
+def _visible(folder: str) -> list[os.DirEntry[str]] | None:
+    """List what is visible in a folder; None if it is the output folder of a job."""
+    entries = _list(folder)
+    if is_output_folder(folder, [entry.name for entry in entries]):
+        return None
+    return [entry for entry in entries if not entry.name.startswith(".") and entry.name != LOST]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one."""
+    try:
+        return retried(entry.is_dir, entry.path)
+    except UnavailableError:
+        raise
+    except OSError:  # a link that leads back to itself, or to where others may not look
+        return False
+
+
+def _mode_of(path: Path | str) -> int | None:
+    """Return the mode of a file or folder; None if there is none."""
+    try:
+        return retried(lambda: os.stat(path).st_mode, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _is_read(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def _matches_of(pattern: str) -> list[Path]:
-    """Expand a glob; ``**`` finds nothing hidden and no outputs of jobs, and follows no symbolic links."""
+def _is_dir(mode: int | None) -> bool:
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _expand(pattern: str) -> Iterator[tuple[str, bool]]:
+    """Yield what a glob matches, and whether each is a folder; ``**`` follows no links, and finds no outputs of jobs.
+
+    Hidden names match only patterns that begin with a dot, and none after ``**``. Raises `OSError` for a folder that
+    cannot be listed; the globs of the standard library leave out what is in it.
+    """
     given = Path(pattern)
-    if "**" not in given.parts:
-        return [*map(Path, glob.glob(pattern))]
-    root, at = Path(given.anchor), given.parts.index("**")
-    is_output = functools.cache(lambda folder: is_output_folder(folder, os.listdir(folder)))
-    return [
-        file
-        for file in root.glob(str(given.relative_to(root) / "*" if given.name == "**" else given.relative_to(root)))
-        if not any(part.startswith(".") for part in file.parts[at:])
-        and not any(map(is_output, file.parents[: len(file.parts) - at]))
-    ]
+    parts = given.parts[len(Path(given.anchor).parts) :]
+    yield from _expand_in(given.anchor, (*parts, "*") if given.name == "**" else parts, is_below=False)
+
+
+def _expand_in(folder: str, parts: Sequence[str], *, is_below: bool) -> Iterator[tuple[str, bool]]:
+    """Yield the matches of a pattern's remaining parts in a folder (empty: the current one); see `_expand`.
+
+    is_below : a ``**`` came before.
+    """
+    part, *rest = parts
+    if part == "**":
+        for above, _, _ in _folders_in(folder):
+            yield from _expand_in(os.path.join(folder, above), rest, is_below=True)
+        return
+    for path, is_folder in _match_names(folder, part, is_below=is_below):
+        if not rest:
+            yield path, is_folder
+        elif is_folder:
+            yield from _expand_in(path + "/", rest, is_below=is_below)
+
+
+def _match_names(folder: str, part: str, *, is_below: bool) -> Iterator[tuple[str, bool]]:
+    """Yield the paths in a folder that one part of a pattern matches, and whether each is a folder."""
+    if glob.has_magic(part):
+        for entry in (_visible(folder) if is_below else _list(folder)) or ():
+            is_visible = part.startswith(".") or not entry.name.startswith(".")
+            if is_visible and fnmatchcase(entry.name, part):
+                yield os.path.join(folder, entry.name), _is_folder(entry)
+    elif not is_below or (not part.startswith(".") and _visible(folder) is not None):
+        path = os.path.join(folder, part)
+        mode = _mode_of(path)
+        if mode is not None or os.path.islink(path):
+            yield path, _is_dir(mode)

@@ -12,7 +12,17 @@ from typing import Any
 from kvr_mpi.disk import OTHER_FOLDER
 from kvr_mpi.documents import find_files, first_rows, is_table, other_files
 from kvr_mpi.documents.templates import check_system, parse_template
-from kvr_mpi.errors import ConfigError, CorpusError, KvrError, ModelError, OutputError, choices, counted, problems
+from kvr_mpi.errors import (
+    ConfigError,
+    CorpusError,
+    KvrError,
+    ModelError,
+    OutputError,
+    UnavailableError,
+    choices,
+    counted,
+    problems,
+)
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
@@ -101,6 +111,8 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
     for check in checks:
         try:
             check()
+        except UnavailableError:
+            raise
         except KvrError as error:
             yield error
 

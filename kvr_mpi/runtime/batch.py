@@ -7,6 +7,8 @@ front of its own list, then from the list with the most work left (``work_queue`
 
 from __future__ import annotations
 
+import os
+import threading
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.disk import OTHER_FOLDER, remove_rank_files, replacing
-from kvr_mpi.documents import Corpus, describe_others, scan_corpus
+from kvr_mpi.documents import Corpus, describe_others, is_table, scan_corpus
 from kvr_mpi.errors import (
     EXIT_BAD_DATA,
     EXIT_OK,
@@ -24,6 +26,7 @@ from kvr_mpi.errors import (
     ConfigError,
     OutputError,
     Say,
+    UnavailableError,
     counted,
     exit_line,
 )
@@ -70,6 +73,7 @@ from kvr_mpi.transport import Transport, gather_json, on_root, share_json, toget
 from kvr_mpi.transport.choose import open_transport, warm_up
 from kvr_mpi.transport.counters import Counters, open_counters
 
+LAST_LINES_S = 2.0
 RESPONSES = "responses.jsonl"  # file with the responses to an OpenAI batch file, next to the results
 
 
@@ -82,9 +86,11 @@ def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transpo
     stop = Stop(machine.deadline_s)
 
     def end_at_once(why: str) -> None:
-        log.line(why)
-        log.line(exit_line(EXIT_STOPPED))
+        lines = threading.Thread(target=lambda: [*map(log.line, (why, exit_line(EXIT_STOPPED)))], daemon=True)
+        lines.start()
+        lines.join(LAST_LINES_S)  # the log may be a full pipe
         world.abort(EXIT_STOPPED)
+        os._exit(EXIT_STOPPED)  # a process without MPI
 
     with listening(stop, log.root, end_at_once), ExitStack() as held:
         return _run(spec, options, machine, world, log, stop, held)
@@ -262,11 +268,20 @@ def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
 
 
 def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
-    """List a job's documents, without reading files that are as in `known`; `CorpusError` if there are none."""
+    """List a job's documents, without reading files that are as in `known`.
+
+    Raises `CorpusError` if there are none; `UnavailableError` if a table cannot be read now, while the number of its
+    rows decides which documents this job has.
+    """
     wanted = spec.documents
     if spec.questions is not None:
         raise ConfigError("a job with [questions] uses the documents of a run and cannot be planned")
-    return scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(spec.prompts), known=known)
+    prompts = list(spec.prompts)
+    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=prompts, known=known)
+    for entry in corpus.entries if wanted.shard is not None or wanted.limit is not None else ():
+        if entry.is_transient and is_table(Path(corpus.files[entry.file].path)):
+            raise UnavailableError(f"{entry.error}; its rows are counted for documents.shard and documents.limit")
+    return corpus
 
 
 def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:

@@ -95,20 +95,23 @@ class Stop:
 def listening(stop: Stop, tell: Say, end: Say) -> Iterator[None]:
     """Request to stop at the first of `STOP_SIGNALS`, and call `end` at the second.
 
-    tell : logs a line at the first signal; called in a thread, since the signal may interrupt a log call.
+    tell : logs a line at the first signal.
     end : ends all ranks at once; receives a line with the reason.
+
+    Both are called in a thread, since the signal may interrupt a log call, which is not reentrant.
     """
 
     def hear(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if stop.heard:
-            end(f"{name} while stopping: ending at once; finished documents are kept")
+            call, line = end, f"{name} while stopping: ending at once; finished documents are kept"
         else:
-            told = (
+            call = tell
+            line = (
                 f"{name}: starting no more documents, and waiting for the prompts and answers in progress; a second "
                 "signal ends the job at once, and keeps what is finished"
             )
-            threading.Thread(target=tell, args=(told,)).start()
+        threading.Thread(target=call, args=(line,)).start()
         stop.heard = True
         stop.ask(f"stopped by {name}")
 

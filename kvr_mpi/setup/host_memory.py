@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from kvr_mpi.cgroups import GROUPS, OWN_GROUPS, enclosing_groups
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 MEMINFO = Path("/proc/meminfo")
-OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 60  # cgroup version 1 writes "no limit" as a huge number
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
@@ -76,20 +76,12 @@ def free_bytes(device: torch.device, sharers: int) -> int:
 
 def _group_room(own: Path = OWN_GROUPS, root: Path = GROUPS) -> int | None:
     """Return the bytes that the cgroups (of a SLURM job or container) leave; None without a limit."""
-    if not own.exists():
-        return None
-    rooms = []
-    for line in own.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root  # version 1, version 2
-        files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache ")
-        group = top / path.lstrip("/")
-        while group.is_relative_to(top):  # limits of all enclosing groups apply
-            rooms += _room_in(group, *(files if controllers else ("memory.max", "memory.current", "file ")))
-            group = group.parent
-    return min(rooms, default=None)
+    old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache ")
+    new = ("memory.max", "memory.current", "file ")
+    groups = enclosing_groups("memory", own, root)
+    return min(
+        (room for version, group in groups for room in _room_in(group, *(old if version == 1 else new))), default=None
+    )
 
 
 def _room_in(group: Path, limit: str, used: str, cache: str) -> list[int]:

@@ -185,7 +185,7 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
             f"(kvr-run); set it to 1 here"
         )
     torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = sorted(os.sched_getaffinity(0))[: machine.cores] if hasattr(os, "sched_getaffinity") else []
     for line in describe_few_cores(gather_json(world, [socket.gethostname(), cores])):
         say(line)
     source = spec.model

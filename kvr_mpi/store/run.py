@@ -30,7 +30,7 @@ from kvr_mpi.disk import (
     replacing,
 )
 from kvr_mpi.documents import Corpus
-from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, counted
+from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, UnavailableError, counted
 from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
@@ -99,6 +99,8 @@ def open_run(
         done = {name for name in known if places[name].is_done}
         kept = {name for name in known - done if not (retry_failed or places[name].is_transient)}
         return done, kept
+    except UnavailableError:
+        raise
     except OSError as error:
         raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
 
@@ -272,6 +274,9 @@ def _check_job(
         stale = {entry.id for entry in corpus.entries if entry.error is None and entry.id in unread} & recorded
         if stale:
             say(f"can be read now, and will be processed: {_describe({'repaired': stale})}")
+        _check_read(stored.corpus, corpus)
+        unnamed = {entry.id for entry in stored.corpus.entries if entry.is_transient} & recorded - wanted
+        recorded -= unnamed
         if not extends:
             _check_corpus(folder, stored.corpus, corpus)
         else:
@@ -280,8 +285,8 @@ def _check_job(
                 say(f"{folder} is extended: {told}; results of documents that are gone are kept")
             stale |= (changes["changed"] | changes["new"]) & recorded  # new: a document that is there again
             gone = (gone | changes["gone"]) & recorded - wanted
-        if stale:
-            _drop(log, stale)
+        if stale or unnamed:
+            _drop(log, stale | unnamed)
     elif recorded and extends:
         raise OutputError(
             f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "
@@ -353,20 +358,37 @@ def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
         )
 
 
+def _check_read(before: Corpus, now: Corpus) -> None:
+    """Refuse to take documents for changed or gone whose file cannot be read now."""
+    unread = {now.files[entry.file].name: entry.error for entry in now.entries if entry.is_transient}
+    for entry in before.entries if unread else ():
+        if not entry.is_transient and (error := unread.get(before.files[entry.file].name)):
+            raise UnavailableError(
+                f"{error}; the run has its document {entry.id!r}. If it stays so, take the file out of documents.path, "
+                f"and continue with --extend"
+            )
+
+
 def differing_documents(before: Corpus, now: Corpus) -> str:
     """Describe the `changes_of` a corpus; empty if there are none."""
     return "" if before.entries == now.entries else _describe(changes_of(before, now))
 
 
 def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
-    """Return the ids of changed, gone and new documents; unreadable ones that can be read now are not changed."""
+    """Return the ids of changed, gone and new documents; unreadable ones that can be read now are not changed.
+
+    A table that could not be read for the moment (`Entry.is_transient`) has one entry; its rows are not new later.
+    """
     old = {entry.id: entry for entry in before.entries}
     new = {entry.id: entry for entry in now.entries}
     both = old.keys() & new.keys()
+    passing = {entry.id for entry in before.entries if entry.is_transient}
+    unread = {before.files[old[name].file].name for name in passing}
+    late = {entry.id for entry in now.entries if unread and now.files[entry.file].name in unread}
     return {
         "changed": {name for name in both if old[name].error is None and old[name].sha256 != new[name].sha256},
-        "gone": old.keys() - new.keys(),
-        "new": new.keys() - old.keys(),
+        "gone": old.keys() - new.keys() - passing,
+        "new": new.keys() - old.keys() - late,
     }
 
 

@@ -53,12 +53,14 @@ class Transport(Protocol):
     tag_ub : the largest tag; MPI guarantees 32,767.
     in_streams : transfers are work in streams of the GPU, which wait for each other without the host. Tags are not read
         then: all messages with the same source and destination must be received in the order they were sent.
+    needs_progress : a message to a rank on the same host waits for its sender's next call, as others always do.
     rank : from 0 to ``size - 1``.
     local_rank, local_size : this rank's index among those on its host, and their number.
     """
 
     tag_ub: int
     in_streams: bool
+    needs_progress: bool
     rank: int
     size: int
     local_rank: int

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following, others_after, preceding
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
-from kvr_mpi.transport.mpi import MpiTransport
+from kvr_mpi.transport.mpi import MpiTransport, measure_needs_progress
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
 from kvr_mpi.transport.nccl import NcclTransport, open_nccl
 
@@ -69,7 +69,11 @@ def open_transport(
     if name == "nccl":
         transport = open_nccl(world, device)
     elif isinstance(world, MpiTransport):
-        transport = MpiTransport(world.comm, direct=name == "mpi")
+        on_cpus = world.size > 1 and any(view.device == "cpu" for view in views)
+        needs_progress = on_cpus and measure_needs_progress(world)
+        transport = MpiTransport(world.comm, direct=name == "mpi", needs_progress=needs_progress)
+        if needs_progress:
+            why += "; in a background thread, since this MPI cannot copy from the memory of another process (CMA)"
     warm_up(transport, device, every_pair=every_pair)
     return transport, f"transport: {name}: {why}"
 

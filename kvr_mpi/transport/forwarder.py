@@ -90,8 +90,13 @@ class Forwarder:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._failure: BaseException | None = None
-        # On one host, the receiver's wait copies the bytes from host memory; a thread would only cost core time.
-        needs_thread = transport.size > 2 or self._gpu is not None or transport.local_size < transport.size
+        # On one host, the receiver's wait mostly copies the bytes from host memory; a thread would only cost core time.
+        needs_thread = (
+            transport.size > 2
+            or self._gpu is not None
+            or transport.local_size < transport.size
+            or transport.needs_progress
+        )
         self._thread = threading.Thread(target=self._run, daemon=True, name="forwarder") if needs_thread else None
         if self._thread is not None:
             self._thread.start()

@@ -75,6 +75,7 @@ class LocalTransport:
 
     tag_ub = 2**31 - 1
     in_streams = False
+    needs_progress = False
 
     def __init__(self, hub: _Hub | None = None, rank: int = 0) -> None:
         self._hub = hub or _Hub(1)

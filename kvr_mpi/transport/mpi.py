@@ -36,6 +36,10 @@ PAUSE_S = 2e-4
 # A launcher that ends the ranks drops output that it has not forwarded yet, so wait before an abort.
 LAST_WORDS_S = 0.5
 
+# A sender that makes no MPI calls for these times, one after another, shows whether its message needs them.
+QUIET_S = (0.01, 0.04, 0.16)
+QUIET_BYTES = 1 << 20
+
 # Variables with the number of ranks that a launcher starts: (launcher, variable), most specific first.
 LAUNCHER_SIZES = (
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE"),
@@ -228,10 +232,10 @@ class MpiTransport:
 
     in_streams = False
 
-    def __init__(self, comm: Any, *, direct: bool = False) -> None:
+    def __init__(self, comm: Any, *, direct: bool = False, needs_progress: bool = False) -> None:
         from mpi4py import MPI
 
-        self.comm, self._direct = comm, direct
+        self.comm, self._direct, self.needs_progress = comm, direct, needs_progress
         self._stagings: dict[torch.device, Staging] = {}
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
@@ -310,7 +314,8 @@ class MpiTransport:
 
     def split(self, color: int) -> MpiTransport:
         """Make a transport for the ranks with the same color."""
-        return MpiTransport(self.comm.Split(color, self.rank), direct=self._direct)
+        part = self.comm.Split(color, self.rank)
+        return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress)
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job."""
@@ -318,6 +323,52 @@ class MpiTransport:
 
         time.sleep(LAST_WORDS_S)
         MPI.COMM_WORLD.Abort(exit_code)
+
+
+def measure_needs_progress(world: MpiTransport) -> bool:
+    """Measure `Transport.needs_progress` between neighbours on each host; every rank calls this.
+
+    MPIs copy large messages directly from the sender's memory (CMA: ``process_vm_readv``), unless the kernel or a
+    container forbids that.
+    """
+    import numpy as np
+    from mpi4py import MPI
+
+    host = world.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    peer, found = host.Get_rank() ^ 1, np.zeros(1, np.bool_)
+    for is_sender in (host.Get_rank() % 2 == 0, host.Get_rank() % 2 == 1) if peer < host.Get_size() else ():
+        for quiet_s in QUIET_S:
+            found[0] = _waits_for_sender(host, peer, is_sender, quiet_s)
+            if not found[0]:
+                break
+        if found[0]:
+            break
+    host.Free()
+    world.comm.Allreduce(MPI.IN_PLACE, found, MPI.LOR)
+    return bool(found[0])
+
+
+def _waits_for_sender(host: Any, peer: int, is_sender: bool, quiet_s: float) -> bool:
+    """Whether a message arrives only after its sender's next MPI call; both ranks of the pair call this."""
+    import numpy as np
+
+    data, late, calls_s = np.zeros(QUIET_BYTES, np.uint8), np.zeros(1, np.bool_), np.zeros(1)
+    host.Sendrecv(np.zeros(1), peer, 0, np.zeros(1), peer, 0)
+    if is_sender:
+        request = host.Isend(data, peer, 0)
+        time.sleep(quiet_s)
+        calls_s[0] = time.monotonic()  # the same clock in all processes of a host
+        request.Wait()
+        host.Send(calls_s, peer, 0)
+        host.Recv(late, peer, 0)
+    else:
+        request = host.Irecv(data, peer, 0)
+        _wait_asleep(request)
+        arrived_s = time.monotonic()
+        host.Recv(calls_s, peer, 0)
+        late[0] = arrived_s >= calls_s[0]
+        host.Send(late, peer, 0)
+    return bool(late[0])
 
 
 def _wait_asleep(request: Any) -> None:

@@ -137,6 +137,7 @@ class NcclTransport:
 
     tag_ub = 2**31 - 1
     in_streams = True
+    needs_progress = False
 
     def __init__(self, control: Transport, groups: _Groups, members: Sequence[int]) -> None:
         self._control, self._groups, self._members = control, groups, tuple(members)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from kvr_mpi.topology import share_of_cores
+from kvr_mpi.cgroups import cpu_quota
+from kvr_mpi.topology import cores_per_rank, share_of_cores
 from kvr_mpi.transport import Transport, gather_json, share_json
 
 
@@ -21,9 +22,11 @@ def pinned(transport: Transport) -> Iterator[int]:
     torch.set_num_threads(len(everything))
     torch.ones(256, 256) @ torch.ones(256, 256)
     os.sched_setaffinity(0, ours)
-    torch.set_num_threads(len(ours))
+    quota = cpu_quota()
+    threads = len(ours) if quota is None else min(len(ours), cores_per_rank(quota, transport.local_size))
+    torch.set_num_threads(threads)
     try:
-        yield len(ours)
+        yield threads
     finally:
         os.sched_setaffinity(0, everything)
 

@@ -63,6 +63,12 @@ def test_threads(threads: tuple[str, str], status: str, words: str) -> None:
     assert "2 ranks on node1 would run 4 threads on 2 cores" in only(ranks.check_threads(shared)).found
 
 
+def test_a_cpu_quota_counts_as_fewer_cores() -> None:
+    limited = [place(rank, threads="2", cpu_quota=2) for rank in range(2)]
+    assert "2 ranks on node1 would run 4 threads on 2 cores" in only(ranks.check_threads(limited)).found
+    assert "quota of 2 cores" in only(ranks.check_hosts(limited)).found
+
+
 NOW_S = 1_800_000_000
 JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_END_TIME": str(NOW_S + 3600)}
 

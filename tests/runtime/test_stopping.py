@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from queue import SimpleQueue
 
 import pytest
 
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.leader import Pace
 from kvr_mpi.runtime.stopping import LAST_S, MARGIN, WRITE_S, Stop, listening
 
@@ -29,20 +32,44 @@ def test_what_would_not_end_is_not_begun() -> None:
 
 
 def test_the_first_signal_stops_and_the_second_ends() -> None:
-    stop, told, ended = Stop(), SimpleQueue[str](), []
+    stop, told, ended = Stop(), SimpleQueue[str](), SimpleQueue[str]()
     before = signal.getsignal(signal.SIGUSR2)
-    with listening(stop, told.put, ended.append):
+    with listening(stop, told.put, ended.put):
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert stop.heard and stop.reason == "stopped by SIGUSR2" and not ended
+        assert stop.heard and stop.reason == "stopped by SIGUSR2" and ended.empty()
         assert told.get(timeout=60).startswith("SIGUSR2: ")
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == ["SIGTERM while stopping: ending at once; finished documents are kept"]
+        assert ended.get(timeout=60).startswith("SIGTERM while stopping: ")
     assert signal.getsignal(signal.SIGUSR2) is before
     stop = Stop(clock=lambda: 0.0)
     stop.ask("the time limit is near")
-    with listening(stop, print, ended.append):
+    with listening(stop, told.put, ended.put):
         os.kill(os.getpid(), signal.SIGUSR2)
-    assert stop.heard and len(ended) == 1, "a signal ends nothing that only a deadline stopped"
+        assert told.get(timeout=60)
+    assert stop.heard and ended.empty(), "a signal ends nothing that only a deadline stopped"
+
+
+def test_signals_may_come_while_a_line_is_written_to_a_full_pipe() -> None:
+    reading, writing = os.pipe()
+    stop, ended = Stop(), SimpleQueue[str]()
+
+    def kill_twice() -> None:
+        for _ in range(2):
+            time.sleep(0.2)  # the main thread has filled the pipe
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        while os.read(reading, 1 << 16):
+            pass
+
+    killer = threading.Thread(target=kill_twice)
+    with os.fdopen(writing, "w", buffering=1) as stream:
+        log = Log(stream=stream)
+        with listening(stop, log.line, lambda why: (log.line(why), ended.put(why))[1]):
+            killer.start()
+            log.line("x" * (1 << 20))
+            assert ended.get(timeout=60)
+    killer.join()
+    os.close(reading)
 
 
 # How long a document will take, judged by the waves before
