@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, create, read_regular
-from kvr_mpi.errors import OutputError, Say, printable
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, WRONG_KIND, create, list_folder, read_regular, unavailable
+from kvr_mpi.errors import OutputError, Say, UnavailableError, printable
 from kvr_mpi.plain import Count, UnixTime, read_plain
 
 BEAT_S = 2.0
@@ -70,15 +70,18 @@ class LockState:
 
 
 def read_lock(folder: Path) -> LockState | None:
-    """Read the latest lock file of the folder; None if there is none; raises `OutputError` if it cannot be read."""
+    """Read the latest lock file of the folder; None if there is none.
+
+    Raises `OutputError` or `UnavailableError` if it cannot be read.
+    """
     while number := session_of(folder):
         try:
             state = read_plain(LockState, _read(folder, number))
         except ValueError:
             return LockState(number=number)
-        except FileNotFoundError:  # the next job, which has taken the folder since, removes it
+        except FileNotFoundError as error:  # the next job, which has taken the folder since, removes it
             if session_of(folder) == number:
-                raise
+                raise unavailable(_path(folder, number), error) from error
             continue
         return replace(state, number=number)
     return None
@@ -95,7 +98,7 @@ def is_alive(
     """Return whether a job is running in the folder.
 
     An owner on another machine, or whose process is hidden, is watched for `watch_s` seconds, after a log line by
-    `say`, unless it is an earlier start of the job that is `asking`. Raises `OutputError` if the lock cannot be read.
+    `say`, unless it is an earlier start of the job that is `asking`. Raises as `read_lock` does.
     """
     state = read_lock(folder)
     if state is None or state.released:
@@ -243,18 +246,18 @@ def _beats(folder: Path, state: LockState, seconds: float) -> bool:
 
 
 def _read(folder: Path, number: int) -> bytes:
-    """Read a lock file; raise `OutputError` if that is not possible, since its owner may be alive."""
+    """Read a lock file; raise `OutputError` or `UnavailableError` if that fails, since its owner may be alive."""
     path = _path(folder, number)
     try:
         return read_regular(path, LOCK_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, UnavailableError):
         raise
     except OSError as error:
-        if not path.is_file() or error.errno == errno.EFBIG:  # not a lock, so nobody rewrites it
+        if error.errno in WRONG_KIND:  # no job made it
             return b""
         raise OutputError(
             f"{path} cannot be read: {error.strerror or error}; it says whether a job is running in {str(folder)!r}: "
-            f"wait until it can be read, have its owner permit it, or {OTHER_FOLDER}"
+            f"ask its owner for permission, or {OTHER_FOLDER}"
         ) from error
 
 
@@ -268,7 +271,7 @@ def _describe(state: LockState | None) -> str:
 
 def _numbers(folder: Path, names: re.Pattern[str] = LOCK_NAME) -> list[int]:
     try:
-        entries = list(os.scandir(folder))
+        entries = list_folder(folder)
     except FileNotFoundError:
         raise OutputError(f"{str(folder)!r} is gone; restore it, and continue with --resume") from None
     found = (names.fullmatch(entry.name) for entry in entries)
