@@ -39,6 +39,8 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`--set`",
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or `~/.cache`",
+        "KVR_LOCAL": "local folder on each node; there, a folder that only you can write to has what ranks compile and "
+        "convert; default under SLURM: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
@@ -61,8 +63,6 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
         "KVR_CTAS": "thread blocks per NCCL transfer that `kvr_gpu.sh` tries; default: `1 2 4 8 16`",
         "KVR_MAX_REQUEUES": "how often a job that was stopped early is requeued; default: 20",
-        "KVR_LOCAL": "local folder on each node for what ranks compile and convert; default: `SLURM_TMPDIR`, `TMPDIR` "
-        "or `/tmp`",
         "KVR_SLURM_DIR": "folder of the scripts; default: that of the script submitted to SLURM",
     },
     "libraries": {

@@ -56,14 +56,14 @@ KINDS = {
 }
 
 
-def retried(action: Callable[[], T], path: Path | str, *, listed: bool = False, patient: bool = True) -> T:
+def retried(action: Callable[[], T], path: Path | str, *, listed: bool = False, patience: float = 1.0) -> T:
     """Call a function that reads, lists, renames or removes; call it again for a while after a `TRANSIENT` error.
 
     Raises `UnavailableError` if the error stays; other errors pass unchanged.
 
     path : the file or folder, for the message.
     listed : a listing just named the file, so that it should exist.
-    patient : False for one attempt, where many files may be missing at once.
+    patience : share of `RETRY_S`; halve it after each failure, since many files may fail together.
     """
     waited_s, wait_s = 0.0, FIRST_WAIT_S
     while True:
@@ -74,7 +74,7 @@ def retried(action: Callable[[], T], path: Path | str, *, listed: bool = False, 
         except OSError as error:
             if error.errno not in TRANSIENT | {errno.ENOMEM} and not (listed and error.errno == errno.ENOENT):
                 raise
-            if waited_s >= RETRY_S or not patient:
+            if waited_s >= patience * RETRY_S:
                 raise unavailable(path, error) from error
         time.sleep(wait_s)
         waited_s, wait_s = waited_s + wait_s, 2 * wait_s
@@ -182,9 +182,9 @@ def remove_rank_files(folder: Path, but_of: int | None = None) -> None:
             folder.rmdir()
 
 
-def open_regular(path: Path, *, listed: bool = False, patient: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, listed: bool = False, patience: float = 1.0) -> BinaryIO:
     """Open a regular file for reading, `retried`; raise `OSError` for others: pipes could block, devices be endless."""
-    return retried(lambda: _open(path), path, listed=listed, patient=patient)
+    return retried(lambda: _open(path), path, listed=listed, patience=patience)
 
 
 def _open(path: Path) -> BinaryIO:

@@ -56,17 +56,9 @@ set_environment() {
     unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TRANSFORMERS_OFFLINE=${TRANSFORMERS_OFFLINE:-1}
     export PYTHONUNBUFFERED=1
+    if [ -n "${KVR_LOCAL:-}" ]; then export KVR_LOCAL; fi
     # A kernel that is loaded when it is first used waits for a transfer of NCCL's, which may wait for this rank.
     export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}
-    # Many ranks that compile or convert into one network home get in each other's way.
-    local node_local=${KVR_LOCAL:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}
-    export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$node_local/kvr-${USER:-$UID}/triton}
-    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$node_local/kvr-${USER:-$UID}/inductor}
-    # Converted models: on the node if the site names a place there, else where kvr-run keeps them (~/.cache/kvr-mpi).
-    local converted=${KVR_LOCAL:-${SLURM_TMPDIR:-}}
-    if [ -z "${KVR_CACHE:-}" ] && [ -n "$converted" ] && [ -w "$converted" ]; then
-        export KVR_CACHE=$converted/kvr-${USER:-$UID}/models
-    fi
 }
 
 # The MPI that mpi4py loads decides how srun has to introduce the ranks to each other.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +72,39 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
 
     oneDNN then caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between
     packed rows of prompts: with 1024, the memory of a rank grew by 70 MB over 30,000 tiny documents.
+
+    In a job of SLURM, compiled kernels and converted models are kept on the node (`_use_node`).
     """
+    _use_node(environ)
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+
+
+def _use_node(environ: MutableMapping[str, str]) -> None:
+    """Keep what is compiled on the node, since many ranks that compile into one network home delay each other.
+
+    Models are converted there, too, if the site or SLURM names a place; ``/tmp`` may be small.
+    """
+    named = environ.get("KVR_LOCAL") or environ.get("SLURM_TMPDIR")
+    wanted = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"} | (
+        {"KVR_CACHE": "models"} if named else {}
+    )
+    missing = [name for name in wanted if not environ.get(name)]
+    if missing and (named or "SLURM_JOB_ID" in environ):
+        with contextlib.suppress(OSError):
+            folder = private_folder(Path(named or environ.get("TMPDIR") or "/tmp"))
+            environ.update({name: str(folder / wanted[name]) for name in missing})
+
+
+def private_folder(base: Path) -> Path:
+    """Return a folder in which only this user can write, since programs load libraries from it.
+
+    It is the same for all processes of the user, unless somebody else has made one of that name.
+    """
+    folder = base / f"kvr-{os.getuid()}"
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp(prefix="kvr-", dir=base))

@@ -78,7 +78,7 @@ class Corpus:
     prompts: tuple[str, ...] = ()
     _open: tuple[int, int, Iterator[tuple[int, RawRow]]] = field(default=CLOSED, init=False, repr=False, compare=False)
     _last: Document | None = field(default=None, init=False, repr=False, compare=False)  # at the place in `_open`
-    _patient: bool = field(default=True, init=False, repr=False, compare=False)  # until a file cannot be read
+    _patience: float = field(default=1.0, init=False, repr=False, compare=False)  # see `disk.retried`
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -96,9 +96,9 @@ class Corpus:
             return Document(entry.id, error=entry.error, passed=self._passed_of(entry))
         file = self.files[entry.file].path
         try:
-            document, self._patient = self._document(entry), True
+            document, self._patience = self._document(entry), 1.0
         except UnavailableError as error:
-            self._open, self._patient = CLOSED, False
+            self._open, self._patience = CLOSED, self._patience / 2
             return Document(entry.id, error=why_not_now(Path(file), error))
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             self._open = CLOSED
@@ -117,7 +117,7 @@ class Corpus:
         if stays_open and (number, last) == (entry.file, entry.place) and self._last is not None:
             return self._last
         if number != entry.file or entry.place <= last or not stays_open:
-            rows = read_rows(file, self.rows, entry.place, patient=self._patient)
+            rows = read_rows(file, self.rows, entry.place, patience=self._patience)
         for place, row in rows:
             if place == entry.place:
                 self._open = entry.file, place, rows
@@ -256,12 +256,13 @@ def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) 
 
 def _look(files: Iterable[tuple[str, str]]) -> Iterator[CorpusFile]:
     """Yield the size and modification time of each file."""
-    patient = True
+    patience = 1.0
     for file, name in files:
         try:
-            found = retried(partial(os.stat, file), file, patient=patient)
+            found = retried(partial(os.stat, file), file, patience=patience)
         except OSError as error:
-            patient &= not isinstance(error, UnavailableError)
+            patience = patience / 2 if isinstance(error, UnavailableError) else 1.0
             yield CorpusFile(file, name, -1, 0)
         else:
+            patience = 1.0
             yield CorpusFile(file, name, found.st_size, found.st_mtime_ns)

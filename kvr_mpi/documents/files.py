@@ -45,17 +45,17 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
     `read_rows` can start at a place: the byte offset in ``.jsonl``, the row number (from 0) in ``.jsonl.gz`` and
     ``.parquet``, otherwise 0.
     """
-    patient = True
+    patience = 1.0
     for number, (path, name) in enumerate(files):
         file, listed = Path(path), not os.path.islink(path)  # a link may lead nowhere
         try:
-            there = read_rows(file, rows, listed=listed, patient=patient)
+            there = read_rows(file, rows, listed=listed, patience=patience)
             for count, (place, row) in enumerate(there, start=1):
-                patient = True
+                patience = 1.0
                 if not isinstance(row, bytes) or row.strip():
                     yield number, place, document_of(row, rows, file, name, count)
         except UnavailableError as error:
-            patient = False
+            patience /= 2
             yield number, 0, Document(name, error=why_not_now(file, error))
         except UnicodeDecodeError as error:
             yield number, 0, Document(name, error=_why_no_text(file, error, rows.encoding))
@@ -75,18 +75,21 @@ def why_not_now(file: Path, error: UnavailableError) -> str:
 
 
 def read_rows(
-    file: Path, rows: RowFormat, start: int = 0, *, listed: bool = False, patient: bool = True
+    file: Path, rows: RowFormat, start: int = 0, *, listed: bool = False, patience: float = 1.0
 ) -> Iterator[tuple[int, RawRow]]:
     """Yield (place, row) of a file, starting at a place; a text file is one row.
 
     After a transient error, the file is opened again and read from the row that failed; see `disk.retried`, also for
-    `listed` and `patient`.
+    `listed` and `patience`.
 
     Raises `UnavailableError` if the file cannot be read now; `OSError`, `EOFError`, `ValueError` or `zlib.error` if it
     cannot be read at all, or is damaged.
     """
     if suffix_of(file) in TEXT_SUFFIXES:
-        yield 0, retried(lambda: read_text(file, rows.encoding, patient=patient), file, listed=listed, patient=patient)
+        yield (
+            0,
+            retried(lambda: read_text(file, rows.encoding, patience=patience), file, listed=listed, patience=patience),
+        )
         return
     version: tuple[int, int] | None = None
     source: Iterator[tuple[int, int, RawRow]] | None = None
@@ -99,21 +102,21 @@ def read_rows(
                 was, version = version, (found.st_size, found.st_mtime_ns)
                 if was not in (None, version):
                     raise UnavailableError(f"{file} was replaced while it was read")
-                source = _table_rows(file, rows, start, patient)
+                source = _table_rows(file, rows, start, patience)
             return next(source, None)
         except BaseException:  # a generator ends at an error
             source = None
             raise
 
-    while (item := retried(advance, file, listed=listed, patient=patient)) is not None:
+    while (item := retried(advance, file, listed=listed, patience=patience)) is not None:
         place, start, row = item
         yield place, row
 
 
-def _table_rows(file: Path, rows: RowFormat, start: int, patient: bool) -> Iterator[tuple[int, int, RawRow]]:
+def _table_rows(file: Path, rows: RowFormat, start: int, patience: float) -> Iterator[tuple[int, int, RawRow]]:
     """Yield (place, next place, row) of a table."""
     kind = suffix_of(file)
-    with open_regular(file, patient=patient) as stream:
+    with open_regular(file, patience=patience) as stream:
         if kind == ".parquet":
             for number, fields in parquet_rows(file, rows.needed, start):
                 yield number, number + 1, fields
@@ -165,12 +168,12 @@ def _is_binary(data: bytes) -> bool:
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
 
 
-def read_text(file: Path, encoding: str = UTF_8, *, patient: bool = True) -> str:
+def read_text(file: Path, encoding: str = UTF_8, *, patience: float = 1.0) -> str:
     """Read a whole text file, without its byte order mark.
 
     Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which some encodings would accept as text.
     """
-    with open_regular(file, patient=patient) as stream:
+    with open_regular(file, patience=patience) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise OSError(

@@ -162,7 +162,8 @@ def _folders_in(base: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
 def _list(folder: str) -> list[os.DirEntry[str]]:
     """List a folder (empty: the current one) that exists, as far as is known."""
-    return retried(lambda: list_folder(folder or "."), folder or ".", listed=True)
+    path = folder.rstrip("/") or folder or "."
+    return retried(lambda: list_folder(path), path, listed=True)
 
 
 def _visible(folder: str) -> list[os.DirEntry[str]] | None:

@@ -307,12 +307,15 @@ def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log)
     if log.level != "quiet":
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
-    code = EXIT_BAD_DATA if summary.failed > allowed else EXIT_OK
+    late = sum(place.is_transient for place in results.places.values())
+    code = EXIT_BAD_DATA if summary.failed > allowed or late else EXIT_OK
     meaning = f"done; {counted(documents, _noun(spec))} answered"
     if summary.failed:
         of = counted(documents, _noun(spec))
         meaning = f"done; {summary.failed} of {of} failed (allowed: {allowed}, output.max_failed)"
         meaning += "; to process these again: --resume --retry-failed"
+    if late:
+        meaning += f"; {late} could not be read for the moment, which --resume alone tries again"
     log.line(exit_line(code, meaning=meaning))
     return code
 

@@ -53,6 +53,31 @@ def test_libraries_get_settings_that_the_user_has_not_made() -> None:
     environ = {"TORCH_CPP_LOG_LEVEL": "INFO"}
     tell_libraries(environ)
     assert environ["CUDA_MODULE_LOADING"] == "EAGER" and environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    assert "TRITON_CACHE_DIR" not in environ, "only jobs compile on the node"
+
+
+def test_what_ranks_compile_is_kept_where_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def caches(**environ: str) -> dict[str, Path]:
+        tell_libraries(environ)
+        return {name: Path(environ[name]) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "KVR_CACHE")}
+
+    node = tmp_path / "node"
+    first = caches(SLURM_JOB_ID="1", KVR_LOCAL=str(node))
+    (folder,) = {cache.parent for cache in first.values()}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert caches(SLURM_TMPDIR=str(node), TRITON_CACHE_DIR="/mine") == {**first, "TRITON_CACHE_DIR": Path("/mine")}
+    assert caches(SLURM_JOB_ID="1", TMPDIR=str(node), KVR_CACHE="/models") == {**first, "KVR_CACHE": Path("/models")}
+    folder.chmod(0o777)
+    assert folder not in {cache.parent for cache in caches(KVR_LOCAL=str(node)).values()}
+    folder.rename(node / "elsewhere")
+    folder.symlink_to(node / "elsewhere")
+    assert folder not in {cache.parent for cache in caches(KVR_LOCAL=str(node)).values()}
+    other = os.getuid() + 1
+    (foreign := node / f"kvr-{other}").mkdir(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: other)  # to whom the folder does not belong
+    assert foreign not in {cache.parent for cache in caches(KVR_LOCAL=str(node)).values()}
 
 
 # Pipes
