@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 
 from kvr_mpi.disk import retried
 from kvr_mpi.documents.document import Document
-from kvr_mpi.documents.files import RawRow, check_document, document_of, read_rows, stream_rows, why_not_now
+from kvr_mpi.documents.files import (
+    RawRow,
+    check_document,
+    document_of,
+    is_readable_later,
+    read_rows,
+    stream_rows,
+    why_not_now,
+)
 from kvr_mpi.documents.paths import find_files, suffix_of
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
@@ -102,6 +110,8 @@ class Corpus:
             return Document(entry.id, error=why_not_now(Path(file), error))
         except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
             self._open = CLOSED
+            if is_readable_later(Path(file), error):
+                return Document(entry.id, error=why_not_now(Path(file), error))
             reason = getattr(error, "strerror", None) or str(error)
             return Document(entry.id, error=f"{file} could be read when the job began, but no longer: {reason}")
         if document.error is not None or document.sha256 != entry.sha256:

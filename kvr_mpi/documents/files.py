@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from kvr_mpi.disk import open_regular, retried
+from kvr_mpi.disk import WRONG_KIND, list_folder, open_regular, retried
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.paths import TEXT_SUFFIXES, suffix_of
 from kvr_mpi.documents.rows import UTF_8, RowFormat
@@ -64,13 +64,31 @@ def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[t
                 raise
             yield number, 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
         except (OSError, EOFError, zlib.error) as error:
+            if is_readable_later(file, error):
+                yield number, 0, Document(name, error=why_not_now(file, error))
+                continue
             reason = getattr(error, "strerror", None) or str(error)
             yield number, 0, Document(name, error=f"{file} cannot be read: {reason}")
 
 
-def why_not_now(file: Path, error: UnavailableError) -> str:
+def is_readable_later(file: Path, error: Exception) -> bool:
+    """Whether an error is about access to a file, such as permission or too many open files, and not its contents.
+
+    A file that is missing although its folder names it is about access, too.
+    """
+    if not isinstance(error, OSError) or error.errno is None or error.errno in WRONG_KIND:
+        return False
+    if error.errno != errno.ENOENT:
+        return True
+    with contextlib.suppress(OSError):
+        return not file.is_symlink() and any(entry.name == file.name for entry in list_folder(file.parent))
+    return False
+
+
+def why_not_now(file: Path, error: Exception) -> str:
     """Return the error of a document whose file cannot be read now; see `errors.NOT_NOW`."""
-    reason = getattr(error.__cause__, "strerror", None) or str(error.__cause__ or error)
+    cause = error.__cause__ if isinstance(error, UnavailableError) and error.__cause__ else error
+    reason = getattr(cause, "strerror", None) or str(cause)
     return f"{NOT_NOW}{file}: {reason}; the next start of the job tries again"
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from kvr_mpi.errors import Say
+from kvr_mpi.disk import retried
+from kvr_mpi.errors import ModelError, Say, UnavailableError
 from kvr_mpi.model import LoadedModel, ModelSource, choose_device, find_model, is_unconverted, load_model, visible_gpus
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import find_converted
@@ -19,6 +21,8 @@ from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compiled_attention import open_attention
 from kvr_mpi.tuning.kernels import choose_kernels
+
+T = TypeVar("T")
 
 
 def load_on_all(
@@ -40,12 +44,12 @@ def load_on_all(
     **arguments : arguments of `load_model`.
     """
     index = gpu_index(world, arguments.get("device", "auto"))
-    load = partial(load_model, path, tp_group=tp_group, device_index=index, **arguments)
+    load = partial(readable, path, partial(load_model, path, tp_group=tp_group, device_index=index, **arguments))
     # One rank per host converts a GGUF file or downloads from the hub; all ranks read existing files at the same time.
     compiles = kernels != "plain" and choose_device(arguments.get("device", "auto"), index).type == "cpu"
     early = host_by_host(world, lambda: load() if _find(path, arguments["cache_dir"], compiles).is_hub else None)
     plain = together(world, lambda: early or load())
-    loaded = host_by_host(world, lambda: merge_adapter(plain, adapter))
+    loaded = host_by_host(world, lambda: readable(adapter or path, lambda: merge_adapter(plain, adapter)))
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
@@ -59,7 +63,18 @@ def _find(path: str, cache_dir: Path, compiles: bool) -> ModelSource:
     with ThreadPoolExecutor(1) as pool:
         if compiles and is_unconverted(find_model(path), cache_dir):
             pool.submit(open_attention, cache_dir, silent, compiles=True)
-        return find_converted(path, cache_dir)
+        return readable(path, lambda: find_converted(path, cache_dir))
+
+
+def readable(path: str, read: Callable[[], T]) -> T:
+    """Call a function that reads a model; `retried`. Raises `ModelError` if its files must not be read."""
+    try:
+        return retried(read, path)
+    except UnavailableError:
+        raise
+    except OSError as error:
+        why = error.strerror or error
+        raise ModelError(f"model.path {path!r}: {error.filename or path} cannot be read: {why}") from error
 
 
 def own_device(world: Transport, name: str) -> torch.device:

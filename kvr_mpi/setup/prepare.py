@@ -52,7 +52,7 @@ from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, warn_of_hosts
 from kvr_mpi.setup.job_setup import JobSetup, Machine
-from kvr_mpi.setup.loading import load_on_all, silent
+from kvr_mpi.setup.loading import load_on_all, readable, silent
 from kvr_mpi.setup.rates import describe_rates, measured_costs, table_of
 from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
@@ -296,7 +296,8 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
     say("hashing the weights, to identify the model of stored keys and values")
     options = spec.model.model_dump(include={"trust_remote_code"})
     hashing = partial(hash_weights, spec.model.path, offline=machine.offline, cache_dir=machine.cache_dir, **options)
-    return str(share_json(world, on_root(world, lambda: with_adapter(hashing(), spec.model.adapter))))
+    found = on_root(world, lambda: readable(spec.model.path, lambda: with_adapter(hashing(), spec.model.adapter)))
+    return str(share_json(world, found))
 
 
 def _compute_prefixes(

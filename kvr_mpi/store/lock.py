@@ -17,10 +17,10 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, create, read_regular
-from kvr_mpi.errors import OutputError, Say, printable
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, WRONG_KIND, create, list_folder, read_regular, unavailable
+from kvr_mpi.errors import OutputError, Say, UnavailableError, printable
 from kvr_mpi.plain import Count, UnixTime, read_plain
 
 BEAT_S = 2.0
@@ -55,12 +55,12 @@ class Owner:
 def this_process(job: str = "", restart: int = 0) -> Owner:
     """Describe the calling process."""
     pid = os.getpid()
-    return Owner(socket.gethostname(), _space(), pid, _started(pid) or 0, job, restart)
+    return Owner(socket.gethostname(), _space(), pid, _start(_stat(pid)), job, restart)
 
 
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """The contents of a lock file; `owner` is None if it cannot be read."""
+    """The contents of a lock file; `owner` is None if it is damaged."""
 
     owner: Owner | None = None
     number: Count = 0  # from its name
@@ -70,14 +70,21 @@ class LockState:
 
 
 def read_lock(folder: Path) -> LockState | None:
-    """Read the latest lock file of the folder; None if there is none."""
-    number = session_of(folder)
-    if number == 0:
-        return None
-    state = LockState()
-    with contextlib.suppress(OSError, ValueError):
-        state = read_plain(LockState, read_regular(_path(folder, number), LOCK_BYTES))
-    return LockState(number=number) if state.owner is None else replace(state, number=number)
+    """Read the latest lock file of the folder; None if there is none.
+
+    Raises `OutputError` or `UnavailableError` if it cannot be read.
+    """
+    while number := session_of(folder):
+        try:
+            state = read_plain(LockState, _read(folder, number))
+        except ValueError:
+            return LockState(number=number)
+        except FileNotFoundError as error:  # the next job, which has taken the folder since, removes it
+            if session_of(folder) == number:
+                raise unavailable(_path(folder, number), error) from error
+            continue
+        return replace(state, number=number)
+    return None
 
 
 def session_of(folder: Path) -> int:
@@ -90,15 +97,15 @@ def is_alive(
 ) -> bool:
     """Return whether a job is running in the folder.
 
-    An owner on another machine is watched for `watch_s` seconds, after a log line by `say`, unless it is an earlier
-    start of the job that is `asking`.
+    An owner on another machine, or whose process is hidden, is watched for `watch_s` seconds, after a log line by
+    `say`, unless it is an earlier start of the job that is `asking`. Raises as `read_lock` does.
     """
     state = read_lock(folder)
     if state is None or state.released:
         return False
     holder = state.owner
-    if holder is not None and holder.space and holder.space == _space():
-        return _started(holder.pid) == holder.started
+    if holder is not None and holder.space and holder.space == _space() and (runs := _runs(holder)) is not None:
+        return runs
     if holder is not None and asking is not None and holder.job and holder.job == asking.job:
         if holder.restart < asking.restart:
             return False
@@ -172,7 +179,8 @@ class Lock:
             self._thread.join()
             with contextlib.suppress(OSError):
                 self._store(released=True)
-            os.close(self._handle)
+            with contextlib.suppress(OSError):  # it is closed all the same
+                os.close(self._handle)
 
     def __enter__(self) -> Self:
         return self
@@ -222,12 +230,11 @@ class Lock:
 
 def _beats(folder: Path, state: LockState, seconds: float) -> bool:
     """Watch a lock file, and return whether it changed."""
-    path = _path(folder, state.number)
 
     def content() -> bytes:
         try:
-            return read_regular(path, LOCK_BYTES)  # reopening refreshes a network file system's cache
-        except OSError:
+            return _read(folder, state.number)  # reopening refreshes a network file system's cache
+        except FileNotFoundError:
             return b""
 
     before, deadline = content(), time.monotonic() + seconds
@@ -236,6 +243,22 @@ def _beats(folder: Path, state: LockState, seconds: float) -> bool:
         if content() != before:
             return not (latest := read_lock(folder)) or not latest.released
     return False
+
+
+def _read(folder: Path, number: int) -> bytes:
+    """Read a lock file; raise `OutputError` or `UnavailableError` if that fails, since its owner may be alive."""
+    path = _path(folder, number)
+    try:
+        return read_regular(path, LOCK_BYTES)
+    except (FileNotFoundError, UnavailableError):
+        raise
+    except OSError as error:
+        if error.errno in WRONG_KIND:  # no job made it
+            return b""
+        raise OutputError(
+            f"{path} cannot be read: {error.strerror or error}; it says whether a job is running in {str(folder)!r}: "
+            f"ask its owner for permission, or {OTHER_FOLDER}"
+        ) from error
 
 
 def _refusal(folder: Path, state: LockState | None) -> str:
@@ -248,7 +271,7 @@ def _describe(state: LockState | None) -> str:
 
 def _numbers(folder: Path, names: re.Pattern[str] = LOCK_NAME) -> list[int]:
     try:
-        entries = list(os.scandir(folder))
+        entries = list_folder(folder)
     except FileNotFoundError:
         raise OutputError(f"{str(folder)!r} is gone; restore it, and continue with --resume") from None
     found = (names.fullmatch(entry.name) for entry in entries)
@@ -268,10 +291,27 @@ def _space() -> str:
         return ""
 
 
-def _started(pid: int) -> int | None:
-    """Return the start time of a process in ticks since boot; None if it does not run."""
+def _runs(holder: Owner) -> bool | None:
+    """Whether a process of this machine still runs; None if it is hidden, as those of others are with ``hidepid``."""
+    if (fields := _stat(holder.pid)) and holder.started:
+        return _start(fields) == holder.started
     try:
-        fields: list[Any] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        os.kill(holder.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return None
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the system says of a process, from its state on; empty if it does not exist, or is hidden."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return []
+
+
+def _start(fields: list[str]) -> int:
+    """Return the start time of a process in ticks since boot; 0 if it has ended or is not known."""
+    return 0 if not fields or fields[0] in "ZX" else int(fields[19])

@@ -9,6 +9,7 @@ job ends; the files of a killed job stay until the next job.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -146,7 +147,8 @@ class StateWriter:
         self._thread.join()
         self.tell(ENDED)
         self._write()
-        os.close(self._handle)
+        with contextlib.suppress(OSError):  # it is closed all the same
+            os.close(self._handle)
         self._handle = None
 
     def _run(self) -> None:

@@ -176,3 +176,12 @@ def test_a_file_that_cannot_seek_is_read_once_for_all_prompts(
     texts = [corpus.read(number).text for number in range(len(corpus))]
     assert texts == [row["text"] for row in ROWS for _ in range(3)]
     assert len(opened) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENFILE, errno.ENOENT])
+def test_a_file_that_may_not_be_opened_is_tried_by_the_next_start(tmp_path: Path, number: int) -> None:
+    file = write_folder(tmp_path) / "a.txt"
+    corpus = scan_corpus([str(tmp_path)])
+    with faults(Faults("open", file.name, number=number)):
+        assert (corpus.read(0).error or "").startswith(NOT_NOW)
+        assert scan_corpus([str(tmp_path)]).entries[0].is_transient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 import kvr_mpi.store.lock as lock_module
-from kvr_mpi.errors import EXIT_CONFIG, OutputError
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_STOPPED, KvrError, OutputError
 from kvr_mpi.store.lock import Lock, Owner, check_unused, is_alive, read_lock, session_of, this_process
 
 pytestmark = pytest.mark.quick
@@ -188,4 +189,68 @@ def test_a_folder_that_was_swapped_is_noticed_though_its_lock_has_the_same_numbe
     shutil.rmtree(folder)
     away.rename(folder)
     lock.check(anew=True)
+    lock.release()
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See no processes: ``/proc`` is mounted with ``hidepid``, and they are others'."""
+    read_text = Path.read_text
+
+    def see(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.name == "stat":
+            raise FileNotFoundError(2, os.strerror(2), str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", see)
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_hidden_owner_counts_as_alive_while_its_lock_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    me, said = replace(this_process(), pid=os.getppid(), started=1), list[str]()
+    path = plant(tmp_path, me)
+    with beating(path):
+        monkeypatch.setattr(lock_module, "WATCH_S", 60.0)  # until the first beat
+        with pytest.raises(OutputError, match="in use by process"):
+            Lock(tmp_path, this_process(), said.append)
+    monkeypatch.setattr(lock_module, "WATCH_S", 0.6)
+    Lock(tmp_path, this_process(), said.append).release()
+    assert sum("watching it for" in line for line in said) == 2
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_process_that_does_not_exist_is_not_hidden(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    plant(tmp_path, replace(this_process(), pid=ended.pid, started=1))
+    said: list[str] = []
+    Lock(tmp_path, this_process(), said.append).release()
+    assert not any("watching" in line for line in said)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO])
+def test_a_lock_that_cannot_be_read_is_nobodys_to_take(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = plant(tmp_path, ELSEWHERE), os.open
+
+    def refuse(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if str(name) == str(path) and not flags & os.O_CREAT:
+            raise OSError(error, os.strerror(error), str(name))
+        return real(name, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(KvrError, match=rf"{path} cannot be read.*{os.strerror(error)}") as caught:
+        Lock(tmp_path, this_process())
+    assert caught.value.exit_code in (EXIT_CONFIG, EXIT_STOPPED)
+    assert session_of(tmp_path) == 1
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_lock_file_holds_nothing(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / ".lock-000007"
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    lock = Lock(tmp_path, this_process())
+    assert lock.number == 8
     lock.release()
