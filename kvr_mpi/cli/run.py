@@ -162,7 +162,7 @@ def run_on(
         """Return the date for chat templates: the one with which the run began."""
         header = last_header(Path(spec.output.path)) if resume else None
         known = None if header is None else header.identity.get("date")
-        return spec.prompt.date or known or datetime.now().isoformat(timespec="seconds")
+        return spec.prompt.date or known or datetime.now().date().isoformat()
 
     date = share_json(world, on_root(world, date_here))
     spec = spec.model_copy(update={"prompt": spec.prompt.model_copy(update={"date": date})})

@@ -57,7 +57,7 @@ def why_not_arguments(arguments: Mapping[str, Any]) -> str | None:
 
 def why_not_used(tokenizer: Any, arguments: Mapping[str, Any]) -> str | None:
     """Return which variable a model's chat template does not have; None if it has all of them."""
-    known = set(re.findall(r"\w+", _source_of(tokenizer)))
+    known = set(re.findall(r"\w+", _source_of(tokenizer))) if arguments else set[str]()
     if unknown := sorted(arguments.keys() - known):
         return f"this model's chat template has no variable {unknown[0]!r}"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from datetime import date, datetime
+from datetime import date, datetime, time
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -118,7 +118,7 @@ class PromptSection(Strict):
         {}, description="variables of the chat template, such as enable_thinking = false (chat_template_kwargs)"
     )
     date: str | None = Field(
-        None, description="date, or date and time, that dated chat templates contain; default: when the run began"
+        None, description="date that dated chat templates contain; default: the day on which the run began"
     )
     too_long: Literal["error", "keep-head", "keep-middle", "keep-tail", "split"] = Field(
         "error",
@@ -150,7 +150,8 @@ class PromptSection(Strict):
         if value is None:
             return None
         try:  # TOML has dates
-            return datetime.fromisoformat(value.isoformat() if isinstance(value, date) else value).isoformat()
+            found = datetime.fromisoformat(value.isoformat() if isinstance(value, date) else value)
+            return found.isoformat() if found.time() != time() else found.date().isoformat()
         except (ValueError, TypeError):
             raise ValueError("expected a date such as 2026-01-31, or with a time 2026-01-31T12:00:00") from None
 

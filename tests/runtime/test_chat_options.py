@@ -11,6 +11,7 @@ import pytest
 from made_jobs import TEXT
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
+from kvr_mpi.store.results import open_results
 
 DATED = """{%- if strftime_now is defined %}
     {%- set today = strftime_now("%-d %b %Y") %}
@@ -52,6 +53,7 @@ def test_a_run_keeps_its_date(model: str, run_job: Any, ask_about: Any, tmp_path
     settings = (model, "prompt.template={text}", "generation.max_new_tokens=2")
     kept = run_job(2, *settings, "output.kv=true", to="kept")
     first = run_job(2, *settings, "documents.limit=2", to="out").records
+    assert open_results(tmp_path / "out").header.identity["date"] == "2026-01-31", "the same for jobs of one day"
     Clock.today_is = datetime(2026, 2, 1, 0, 1)
     assert "nothing left to do" in run_job(1, *settings, "documents.limit=2", to="out", words=["--resume"]).log
     (tmp_path / "corpus" / "new.txt").write_text("Something new. " + TEXT)
