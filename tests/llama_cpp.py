@@ -36,7 +36,10 @@ class LlamaCpp:
         """
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if os.environ.get("SHOW") else subprocess.DEVNULL,
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("SHOW") else subprocess.DEVNULL,
                 text=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -79,7 +82,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any] | None:
         # The answer is forced to be a whole character: llama.cpp reports no token that is a part of one. The log
         # probabilities are from before that.
         bias = [[question["letter"], 1000.0]]
-        asked = {"prompt": prompt, "max_tokens": 1, "cache_prompt": False, "n_probs": 100_000, "logit_bias": bias}
+        asked = {"prompt": prompt, "max_tokens": 1, "cache_prompt": False, "n_probs": 1_000_000, "logit_bias": bias}
         (token,) = server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
         row = sorted((each["id"], each["logprob"]) for each in token["top_logprobs"])
         found["logprobs"].append([value for _, value in row])

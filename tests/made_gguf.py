@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ PROBE = (
 )
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 TYPES = gguf.GGUFValueType
+SPLIT_TYPES = {"split.no": TYPES.UINT16, "split.count": TYPES.UINT16, "split.tensors.count": TYPES.INT32}
 
 
 @dataclass
@@ -31,13 +33,13 @@ class MadeGguf:
         return replace(self, metadata=dict(self.metadata), tensors=dict(self.tensors))
 
     def write(self, path: Path) -> Path:
-        writer = gguf.GGUFWriter(path, str(self.metadata.get("general.architecture", "")))
-        del writer.kv_data[0]["general.architecture"]
+        writer = gguf.GGUFWriter(path, "")
+        writer.kv_data[0].clear()
         for key, value in self.metadata.items():
             if isinstance(value, list):
                 writer.add_array(key, value)
             else:
-                writer.add_key_value(key, value, type_of(value))
+                writer.add_key_value(key, value, SPLIT_TYPES.get(key) or type_of(value))
         for name, values in self.tensors.items():
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         writer.write_header_to_file()
@@ -65,8 +67,10 @@ def byte_level(pre: str = "llama-bpe") -> dict[str, Any]:
     trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, special_tokens=[], show_progress=False)
     trained.train_from_iterator(parts, trainer)
     vocab = sorted(trained.get_vocab(), key=lambda token: trained.token_to_id(token) or 0)
-    merges = [" ".join(pair) for pair in __import__("json").loads(trained.to_str())["model"]["merges"]]
-    whole = [token for token in ("Ġnaïve", "Ġ漢", "Ġreturn", "ĠRE") if token not in vocab and set(token) <= set(alphabet)]
+    merges = [" ".join(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    whole = [
+        token for token in ("Ġnaïve", "Ġ漢", "Ġreturn", "ĠRE") if token not in vocab and set(token) <= set(alphabet)
+    ]
     control = ["<|begin|>", "<|im_end|>", "<|pad|>", "<|turn|>"]
     tokens = [*vocab, *whole, *control, "<think>"]
     types = [NORMAL] * (len(vocab) + len(whole)) + [CONTROL] * len(control) + [USER_DEFINED]
@@ -90,7 +94,9 @@ def sentencepiece() -> dict[str, Any]:
     known = sorted({char for char in text if ord(char) < 0x300 or char == "▁"} - {"\n", "\r", "\t"})
     parts = [text[start : start + size] for size in (2, 3, 4, 6, 9) for start in range(len(text) - size)]
     trained = Tokenizer(models.BPE())
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=known, limit_alphabet=len(known), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=known, limit_alphabet=len(known), show_progress=False
+    )
     trained.train_from_iterator(parts, trainer)
     merged = sorted(trained.get_vocab(), key=lambda token: trained.token_to_id(token) or 0)
     merged = [token for token in merged if set(token) <= set(known)]

@@ -7,6 +7,8 @@ with llama.cpp.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.gguf import GgufModel, GgufTensor
-from kvr_mpi.model.gguf_tokenizer import build_tokenizer, end_tokens
+from kvr_mpi.model.gguf_tokenizer import build_tokenizer, end_tokens, save_tokenizer
 from kvr_mpi.model.metadata import Metadata
 from kvr_mpi.model.shape import meta_model
 
@@ -66,9 +68,10 @@ SHARED_EXPERT: Names = {
     "mlp.shared_expert.up_proj.weight": ("ffn_up_shexp.weight",),
     "mlp.shared_expert.down_proj.weight": ("ffn_down_shexp.weight",),
 }
-ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-# Factors of Llama 3.1 and later by their largest value, and the other settings from which they were computed.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+ROPE_TENSORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = ROPE_TENSORS
+# Settings of Llama 3.1 and later, which a file contains only as the divisors of frequencies that follow from them.
+LLAMA3: Mapping[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,22 @@ def write_model(model: GgufModel, folder: Path) -> None:
     built.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id
     )
-    built.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with contextlib.redirect_stderr(io.StringIO()):  # hide the progress bar from the batch log
+        built.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def check_architecture(metadata: Metadata) -> str:
+    """Return the architecture of a GGUF model; raise `ModelError` if it is not one that is accepted."""
+    kind, name = metadata.text("general.type", "model"), metadata.text("general.architecture")
+    if kind != "model":
+        raise ModelError(f"general.type = {kind!r}, expected 'model': the file is no language model of its own")
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"general.architecture = {name!r}; GGUF files are accepted for {', '.join(sorted(ARCHITECTURES))}, for "
+            f"which the results are tested against llama.cpp: use the model's folder of safetensors instead"
+        )
+    return name
 
 
 def config_of(model: GgufModel) -> Any:
@@ -123,15 +140,7 @@ def _configure(metadata: Metadata, model: GgufModel) -> tuple[Architecture, Any]
     """Return a model's architecture and its configuration."""
     from transformers import AutoConfig
 
-    kind = metadata.text("general.type", "model")
-    if kind != "model":
-        raise ModelError(f"general.type = {kind!r}, expected 'model': the file is no language model of its own")
-    name = metadata.text("general.architecture")
-    if name not in ARCHITECTURES:
-        raise ModelError(
-            f"general.architecture = {name!r}; GGUF files are accepted for {', '.join(sorted(ARCHITECTURES))}, for "
-            f"which the results are tested against llama.cpp: use the model's folder of safetensors instead"
-        )
+    name = check_architecture(metadata)
     architecture, keys = ARCHITECTURES[name], metadata.below(name)
     hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
     if heads < 1 or hidden < 1:
@@ -197,30 +206,29 @@ def _rope(keys: Metadata, model: GgufModel, architecture: Architecture, head_dim
         raise ModelError(f"{keys.prefix}rope.scaling.type = {kind!r}; expected none, linear, yarn or longrope")
     elif factor != 1.0:
         rope |= {"rope_type": "linear", "factor": factor}
-    tensors = [name for name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT) if name in model.tensors]
-    if (kind == "longrope") != (ROPE_LONG in tensors and ROPE_SHORT in tensors):
-        raise ModelError(
-            f"{keys.prefix}rope.scaling.type = {kind!r} with the tensors {tensors}: only with longrope, both "
-            f"{ROPE_LONG} and {ROPE_SHORT} are needed"
-        )
-    factors = {name: _values(model.tensors[name]) for name in tensors}
+    factors = {name: _values(model.tensors[name]) for name in ROPE_TENSORS if name in model.tensors}
     for name, values in factors.items():
         if values.shape != (rotated // 2,) or not np.all(np.isfinite(values) & (values > 0)):
-            raise ModelError(f"{name} has {values.shape} values, expected {rotated // 2} positive numbers")
-    if not factors:
-        if kind != "yarn" and attention != 1.0:
-            raise ModelError(f"{keys.prefix}rope.scaling.attn_factor = {attention} with type {kind!r}, expected 1")
-        return rope
-    if rope["rope_type"] != "default" or (kind == "longrope" and ROPE_FREQS in factors):
-        raise ModelError(f"{keys.prefix}rope.scaling.type = {kind!r} with {tensors[0]}: expected one of them")
-    if kind == "longrope":
+            raise ModelError(f"{name} has shape {values.shape}, expected {rotated // 2} positive numbers")
+    # llama.cpp uses both factors of Phi-3 whatever the type is, and its converter does not write the type.
+    is_long = kind == "longrope" or (architecture.is_partial and ROPE_LONG in factors)
+    wanted = {ROPE_LONG, ROPE_SHORT} if is_long else factors.keys() & {ROPE_FREQS}
+    if factors.keys() != wanted or (factors and rope["rope_type"] != "default") or (is_long and factor != 1.0):
+        raise ModelError(
+            f"{keys.prefix}rope.scaling.type = {kind!r} and factor = {factor} with the tensors {sorted(factors)}: "
+            f"longrope needs {ROPE_LONG} and {ROPE_SHORT} and no factor, and other types need none of them"
+        )
+    if is_long:
         return rope | _explicit(factors[ROPE_LONG], factors[ROPE_SHORT], attention, original)
-    if attention != 1.0:
-        raise ModelError(f"{keys.prefix}rope.scaling.attn_factor = {attention} with {ROPE_FREQS}, expected 1")
-    largest = float(factors[ROPE_FREQS].max())
-    if np.allclose(factors[ROPE_FREQS], _llama3(rope["rope_theta"], largest, rotated), rtol=1e-5):
+    if kind != "yarn" and attention != 1.0:
+        raise ModelError(f"{keys.prefix}rope.scaling.attn_factor = {attention} with type {kind!r}, expected 1")
+    if not factors:
+        return rope
+    divisors = factors[ROPE_FREQS]
+    largest, original = float(divisors.max()), LLAMA3["original_max_position_embeddings"]
+    if context >= original and np.allclose(divisors, llama3_divisors(rope["rope_theta"], largest, rotated), rtol=1e-5):
         return rope | {"rope_type": "llama3", "factor": largest} | LLAMA3
-    return rope | _explicit(factors[ROPE_FREQS], factors[ROPE_FREQS], 1.0, original)
+    return rope | _explicit(divisors, divisors, 1.0, context)
 
 
 def _explicit(long: np.ndarray, short: np.ndarray, attention: float, original: int) -> dict[str, Any]:
@@ -234,10 +242,10 @@ def _explicit(long: np.ndarray, short: np.ndarray, attention: float, original: i
     }
 
 
-def _llama3(theta: float, factor: float, dimensions: int) -> np.ndarray:
+def llama3_divisors(theta: float, factor: float, dimensions: int) -> np.ndarray:
     """Return the divisors of the frequencies of Llama 3.1 and later."""
     waves = 2 * np.pi * theta ** (np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
-    low, high, original = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"], 8192
+    low, high, original = LLAMA3.values()
     smooth = np.clip((original / waves - low) / (high - low), 0, 1)
     divisors: np.ndarray = 1 / ((1 - smooth) / factor + smooth)
     return divisors
@@ -251,15 +259,18 @@ def _llama(keys: Metadata, model: GgufModel) -> dict[str, Any]:
             raise ModelError("it has experts and biases; transformers' Mixtral has no biases")
         return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
     keys.expect("expert_used_count", 0)
+    _no_window(keys)
     return {"model_type": "llama", "attention_bias": biases[0], "mlp_bias": biases[1]}
 
 
 def _qwen2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
+    _no_window(keys)
     return {"model_type": "qwen2"}
 
 
 def _qwen3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    return {"model_type": "qwen3", "attention_bias": _has(model, BIASES)}
+    _no_window(keys)
+    return {"model_type": "qwen3"}
 
 
 def _qwen2_moe(keys: Metadata, model: GgufModel) -> dict[str, Any]:
@@ -304,6 +315,13 @@ def _gemma3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     } | _windows(keys, pattern=6, largest=62)
 
 
+def _no_window(keys: Metadata) -> None:
+    """Refuse a window that llama.cpp ignores for this architecture, although the model was trained with it."""
+    window, context = keys.number("attention.sliding_window", 0), keys.number("context_length")
+    if 0 < window < context:
+        raise ModelError(f"{keys.prefix}attention.sliding_window = {window} below the context of {context} tokens")
+
+
 def _windows(keys: Metadata, *, pattern: int, largest: int) -> dict[str, Any]:
     """Return settings of the attention of Gemma 2 and 3.
 
@@ -314,6 +332,9 @@ def _windows(keys: Metadata, *, pattern: int, largest: int) -> dict[str, Any]:
     width = keys.number("embedding_length") // keys.number("attention.head_count")
     scalar = width if layers == largest else keys.number("attention.key_length", width)
     keys.expect("attention.sliding_window_pattern", pattern)
+    keys.expect("attention.key_length_swa", keys.number("attention.key_length", width))
+    keys.expect("attention.value_length_swa", keys.number("attention.key_length", width))
+    keys.expect("rope.dimension_count_swa", keys.number("attention.key_length", width))
     return {
         "sliding_window": keys.number("attention.sliding_window"),
         "layer_types": ["sliding_attention" if (idx + 1) % pattern else "full_attention" for idx in range(layers)],
@@ -335,7 +356,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(_llama, {**NORMS, **ATTENTION, **BIASES, **MLP, **MLP_BIASES, **EXPERTS}, interleaved=True),
     "qwen2": Architecture(_qwen2, {**NORMS, **ATTENTION, **BIASES, **MLP}),
     "qwen2moe": Architecture(_qwen2_moe, {**NORMS, **ATTENTION, **BIASES, **EXPERTS, **SHARED_EXPERT}),
-    "qwen3": Architecture(_qwen3, {**NORMS, **ATTENTION, **BIASES, **HEAD_NORMS, **MLP}),
+    "qwen3": Architecture(_qwen3, {**NORMS, **ATTENTION, **HEAD_NORMS, **MLP}),
     "qwen3moe": Architecture(_qwen3_moe, {**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}),
     "gemma": Architecture(_gemma, {**NORMS, **ATTENTION, **MLP}, norm_offset=1.0),
     "gemma2": Architecture(_gemma2, {**FOUR_NORMS, **ATTENTION, **MLP}, norm_offset=1.0),
@@ -364,7 +385,7 @@ def _fill(built: Any, architecture: Architecture, config: Any, model: GgufModel)
     """Return the values of all parameters of a model; refuse missing and unused tensors."""
     import torch
 
-    filled, missing, used = [], [], {ROPE_FREQS, ROPE_LONG, ROPE_SHORT}
+    filled, missing, used = [], [], set(ROPE_TENSORS)
     tied = {"lm_head.weight": GLOBAL["model.embed_tokens.weight"]} if config.tie_word_embeddings else {}
     for name, parameter in built.state_dict().items():
         sources = _sources(name, architecture, {**GLOBAL, **tied})
@@ -434,8 +455,10 @@ def _values(tensor: GgufTensor) -> np.ndarray:
         raise ModelError(f"{tensor.file.name} is cut short: the tensor {tensor.name} ends after the file")
     data = np.fromfile(tensor.file, np.uint8, nbytes, offset=tensor.offset)
     if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.F64):
-        return data.view({0: np.float32, 1: np.float16}.get(tensor.kind, np.float64)).reshape(tensor.shape).astype(
-            np.float32
+        return (
+            data.view({0: np.float32, 1: np.float16}.get(tensor.kind, np.float64))
+            .reshape(tensor.shape)
+            .astype(np.float32)
         )
     try:
         values: np.ndarray = dequantize(data.reshape(*tensor.shape[:-1], -1), kind)

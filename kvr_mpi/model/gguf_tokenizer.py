@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvr_mpi.errors import ModelError
@@ -31,17 +32,23 @@ DEEPSEEK3 = (
 )
 # By tokenizer.ggml.pre, which llama.cpp's converter derives from the ids of a probe text.
 SPLITS: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), (QWEN2,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), (LLAMA3,)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "stablelm2", "hunyuan"), (QWEN2,)),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), (GPT2,)),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(
+        ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", GPT2)
+    ),
     **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
     "tekken": (TEKKEN,),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
 }
 # Pre-tokenizers of models whose tokenizers take whole words from the vocabulary before they merge, and of models that
 # begin with the first token unless the file says otherwise.
-WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"})
+WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"})
+# Of models whose tokenizers compose characters first, which llama.cpp does not; transformers' class for Qwen 2 always does.
+COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 # Tokens that end an answer in llama.cpp whatever the metadata says.
 ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> "
@@ -66,11 +73,15 @@ def build_tokenizer(metadata: Metadata) -> Any:
     named = {name: metadata.token(key) for name, key in SPECIAL.items()}
     if kind == "gpt2":
         built, begins = _byte_level(metadata, tokens)
+        for name in ("eos_token", "unk_token", "pad_token"):  # otherwise, some classes add tokens of their own
+            named[name] = end_tokens(metadata)[0] if named[name] is None else named[name]
     elif kind == "llama":
         built, begins = _sentencepiece(metadata, tokens, types)
         named["bos_token"] = 1 if named["bos_token"] is None else named["bos_token"]
     else:
-        raise ModelError(f"tokenizer.ggml.model = {kind!r}, expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)")
+        raise ModelError(
+            f"tokenizer.ggml.model = {kind!r}, expected 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)"
+        )
     _add_special(built, metadata, tokens, types)
     _add_ends(built, metadata, tokens, named, begins)
     texts = {name: tokens[token] for name, token in named.items() if token is not None}
@@ -81,6 +92,26 @@ def build_tokenizer(metadata: Metadata) -> Any:
         clean_up_tokenization_spaces=False,
         **texts,
     )
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer to a folder with a configuration; refuse it if transformers would read another one from there.
+
+    transformers chooses the class by the type of the model, and some classes have a pre-tokenizer of their own.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(folder)
+    read = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    for name in ("normalizer", "pre_tokenizer", "post_processor"):
+        parts = [getattr(each.backend_tokenizer, name) for each in (tokenizer, read)]
+        if len({part if part is None else part.__getstate__() for part in parts}) > 1:
+            raise ModelError(
+                f"tokenizer.ggml.pre: transformers' {type(read).__name__} has another {name} than the file"
+            )
+    if len(read) != len(tokenizer):
+        added = sorted(read.get_vocab().keys() - tokenizer.get_vocab().keys())
+        raise ModelError(f"transformers' {type(read).__name__} adds tokens that are not in the file: {added[:3]}")
 
 
 def end_tokens(metadata: Metadata) -> list[int]:
@@ -101,7 +132,7 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Any, bool]:
     """Build a byte-level BPE tokenizer; return it and whether texts begin with the first token by default."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.text("tokenizer.ggml.pre", "")
     if name not in SPLITS:
@@ -120,6 +151,8 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Any, bool]:
     built.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
+    if name in COMPOSED:
+        built.normalizer = normalizers.NFC()
     built.decoder = decoders.ByteLevel()
     return built, name in WHOLE_WORDS
 
@@ -136,16 +169,12 @@ def _sentencepiece(metadata: Metadata, tokens: Sequence[str], types: Sequence[in
     if bytes_missing is not None:
         raise ModelError(f"tokenizer.ggml.tokens has no token {bytes_missing}: not every text could be read")
     unknown = next((text for text, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
-    built = Tokenizer(
-        models.BPE(vocab, _merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    built = Tokenizer(models.BPE(vocab, _merges(tokens, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefixed = metadata.flag("tokenizer.ggml.add_space_prefix", True)
     prepend = [normalizers.Prepend(SPACE)] if prefixed else []
     built.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    built.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    built.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return built, True
 
 

@@ -86,7 +86,11 @@ class Metadata:
     def numbers(self, key: str, length: int, default: list[float] = REQUIRED) -> list[float]:
         """Return an array of a number for each token."""
         value = self._take(key, default)
-        if not isinstance(value, list) or len(value) != length or not all(isinstance(each, (int, float)) for each in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != length
+            or not all(isinstance(each, (int, float)) for each in value)
+        ):
             raise ModelError(f"{self.prefix}{key}: expected an array of {length} numbers, one for each token")
         return value
 

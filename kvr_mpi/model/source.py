@@ -7,6 +7,7 @@ Pickles are never read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -136,6 +137,13 @@ def _converted_folder(source: ModelSource, cache_dir: Path) -> Path:
 
 def _hash_samples(path: Path) -> str:
     """Hash the metadata of a GGUF model and a sample of every tensor."""
+    states = [file.stat() for file in parts_of(path)]
+    return _hash_unchanged(path, tuple((state.st_ino, state.st_size, state.st_ctime_ns) for state in states))
+
+
+@functools.lru_cache
+def _hash_unchanged(path: Path, state: tuple[tuple[int, ...], ...]) -> str:
+    """Hash samples once while a model's files stay as they are: every rank asks several times."""
     import xxhash
 
     digest = xxhash.xxh3_128()
