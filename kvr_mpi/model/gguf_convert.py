@@ -68,8 +68,7 @@ SHARED_EXPERT: Names = {
     "mlp.shared_expert.up_proj.weight": ("ffn_up_shexp.weight",),
     "mlp.shared_expert.down_proj.weight": ("ffn_down_shexp.weight",),
 }
-ROPE_TENSORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-ROPE_FREQS, ROPE_LONG, ROPE_SHORT = ROPE_TENSORS
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 # Settings of Llama 3.1 and later, which a file contains only as the divisors of frequencies that follow from them.
 LLAMA3: Mapping[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -83,6 +82,7 @@ class Architecture:
     interleaved : pairs of rotated dimensions are adjacent in queries and keys; transformers' are half a head apart.
     norm_offset : what was added to the weights of norms.
     is_partial : transformers' model can rotate a part of each head.
+    divisors : tensors that may divide its rotary frequencies.
     """
 
     configure: Callable[[Metadata, GgufModel], dict[str, Any]]
@@ -90,6 +90,7 @@ class Architecture:
     interleaved: bool = False
     norm_offset: float = 0.0
     is_partial: bool = False
+    divisors: tuple[str, ...] = ()
 
 
 def write_model(model: GgufModel, folder: Path) -> None:
@@ -152,7 +153,7 @@ def _configure(metadata: Metadata, model: GgufModel) -> tuple[Architecture, Any]
     tokens = metadata.texts("tokenizer.ggml.tokens")
     keys.expect("vocab_size", len(tokens))
     context = keys.number("context_length")
-    settings = {
+    settings: dict[str, Any] = {
         "hidden_size": hidden,
         "num_hidden_layers": keys.number("block_count"),
         "max_position_embeddings": context,
@@ -169,9 +170,8 @@ def _configure(metadata: Metadata, model: GgufModel) -> tuple[Architecture, Any]
         "pad_token_id": metadata.token("padding"),
     }
     settings |= architecture.configure(keys, model)
-    own = settings.pop("rope_of_layers", None)
-    if own is not None:
-        settings["rope_parameters"] = own(settings["rope_parameters"])
+    if local := settings.pop("local_rope", None):
+        settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config.dtype = "float32"
     return architecture, config
@@ -206,7 +206,7 @@ def _rope(keys: Metadata, model: GgufModel, architecture: Architecture, head_dim
         raise ModelError(f"{keys.prefix}rope.scaling.type = {kind!r}; expected none, linear, yarn or longrope")
     elif factor != 1.0:
         rope |= {"rope_type": "linear", "factor": factor}
-    factors = {name: _values(model.tensors[name]) for name in ROPE_TENSORS if name in model.tensors}
+    factors = {name: _values(model.tensors[name]) for name in architecture.divisors if name in model.tensors}
     for name, values in factors.items():
         if values.shape != (rotated // 2,) or not np.all(np.isfinite(values) & (values > 0)):
             raise ModelError(f"{name} has shape {values.shape}, expected {rotated // 2} positive numbers")
@@ -227,7 +227,7 @@ def _rope(keys: Metadata, model: GgufModel, architecture: Architecture, head_dim
     divisors = factors[ROPE_FREQS]
     largest, original = float(divisors.max()), LLAMA3["original_max_position_embeddings"]
     if context >= original and np.allclose(divisors, llama3_divisors(rope["rope_theta"], largest, rotated), rtol=1e-5):
-        return rope | {"rope_type": "llama3", "factor": largest} | LLAMA3
+        return {**rope, "rope_type": "llama3", "factor": largest, **LLAMA3}
     return rope | _explicit(divisors, divisors, 1.0, context)
 
 
@@ -253,14 +253,22 @@ def llama3_divisors(theta: float, factor: float, dimensions: int) -> np.ndarray:
 
 def _llama(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     biases = _has(model, BIASES), _has(model, MLP_BIASES)
-    if experts := keys.number("expert_count", 0):
-        used = keys.number("expert_used_count")
+    if keys.number("expert_count", 0):
+        experts, used = _experts(keys)
         if any(biases):
             raise ModelError("it has experts and biases; transformers' Mixtral has no biases")
         return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
     keys.expect("expert_used_count", 0)
     _no_window(keys)
     return {"model_type": "llama", "attention_bias": biases[0], "mlp_bias": biases[1]}
+
+
+def _experts(keys: Metadata) -> tuple[int, int]:
+    """Return the number of experts of each layer, and of those that each token uses."""
+    experts, used = keys.number("expert_count"), keys.number("expert_used_count")
+    if not 1 <= used <= experts:
+        raise ModelError(f"{keys.prefix}expert_used_count = {used} of {keys.prefix}expert_count = {experts}")
+    return experts, used
 
 
 def _qwen2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
@@ -274,10 +282,11 @@ def _qwen3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
 
 
 def _qwen2_moe(keys: Metadata, model: GgufModel) -> dict[str, Any]:
+    experts, used = _experts(keys)
     return {
         "model_type": "qwen2_moe",
-        "num_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
+        "num_experts": experts,
+        "num_experts_per_tok": used,
         "moe_intermediate_size": keys.number("expert_feed_forward_length"),
         "shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,
@@ -285,10 +294,11 @@ def _qwen2_moe(keys: Metadata, model: GgufModel) -> dict[str, Any]:
 
 
 def _qwen3_moe(keys: Metadata, model: GgufModel) -> dict[str, Any]:
+    experts, used = _experts(keys)
     return {
         "model_type": "qwen3_moe",
-        "num_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
+        "num_experts": experts,
+        "num_experts_per_tok": used,
         "moe_intermediate_size": keys.number("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
@@ -307,11 +317,10 @@ def _gemma2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
 
 
 def _gemma3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    local = {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10000.0)}
     return {
         "model_type": "gemma3_text",
         "final_logit_softcapping": keys.real("final_logit_softcapping", 0.0) or None,
-        "rope_of_layers": lambda full: {"full_attention": full, "sliding_attention": local},
+        "local_rope": {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10000.0)},
     } | _windows(keys, pattern=6, largest=62)
 
 
@@ -353,7 +362,12 @@ def _phi3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(_llama, {**NORMS, **ATTENTION, **BIASES, **MLP, **MLP_BIASES, **EXPERTS}, interleaved=True),
+    "llama": Architecture(
+        _llama,
+        {**NORMS, **ATTENTION, **BIASES, **MLP, **MLP_BIASES, **EXPERTS},
+        interleaved=True,
+        divisors=(ROPE_FREQS, ROPE_LONG, ROPE_SHORT),
+    ),
     "qwen2": Architecture(_qwen2, {**NORMS, **ATTENTION, **BIASES, **MLP}),
     "qwen2moe": Architecture(_qwen2_moe, {**NORMS, **ATTENTION, **BIASES, **EXPERTS, **SHARED_EXPERT}),
     "qwen3": Architecture(_qwen3, {**NORMS, **ATTENTION, **HEAD_NORMS, **MLP}),
@@ -371,6 +385,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "mlp.down_proj.weight": ("ffn_down.weight",),
         },
         is_partial=True,
+        divisors=(ROPE_LONG, ROPE_SHORT),
     ),
 }
 
@@ -385,7 +400,7 @@ def _fill(built: Any, architecture: Architecture, config: Any, model: GgufModel)
     """Return the values of all parameters of a model; refuse missing and unused tensors."""
     import torch
 
-    filled, missing, used = [], [], set(ROPE_TENSORS)
+    filled, missing, used = [], [], set(architecture.divisors)
     tied = {"lm_head.weight": GLOBAL["model.embed_tokens.weight"]} if config.tie_word_embeddings else {}
     for name, parameter in built.state_dict().items():
         sources = _sources(name, architecture, {**GLOBAL, **tied})

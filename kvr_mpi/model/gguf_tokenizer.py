@@ -47,7 +47,7 @@ SPLITS: Mapping[str, Sequence[str]] = {
 # Pre-tokenizers of models whose tokenizers take whole words from the vocabulary before they merge, and of models that
 # begin with the first token unless the file says otherwise.
 WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "tekken"})
-# Of models whose tokenizers compose characters first, which llama.cpp does not; transformers' class for Qwen 2 always does.
+# Of models whose own tokenizers compose characters first; llama.cpp does not, and transformers always does for Qwen 2.
 COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 # Tokens that end an answer in llama.cpp whatever the metadata says.
 ENDS = frozenset(
@@ -142,11 +142,11 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> tuple[Any, bool]:
         )
     metadata.expect("tokenizer.ggml.add_space_prefix", False)
     metadata.ignore("tokenizer.ggml.scores")  # used by SentencePiece only
-    merges = [tuple(merge.split(" ")) for merge in metadata.texts("tokenizer.ggml.merges")]
+    pairs = [merge.split(" ") for merge in metadata.texts("tokenizer.ggml.merges")]
     vocab = {text: idx for idx, text in enumerate(tokens)}
-    if wrong := next((pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys()), None):
+    if wrong := next((pair for pair in pairs if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys()), None):
         raise ModelError(f"tokenizer.ggml.merges contains {' '.join(wrong)!r}, which does not merge two tokens to one")
-    built = Tokenizer(models.BPE(vocab, merges, ignore_merges=name in WHOLE_WORDS))
+    built = Tokenizer(models.BPE(vocab, [(pair[0], pair[1]) for pair in pairs], ignore_merges=name in WHOLE_WORDS))
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name]]
     built.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -10,7 +10,7 @@ from kvr_mpi.errors import ModelError
 # llama.cpp reads keys of a model only below these, `general.architecture` and the name of the architecture. Others
 # describe how a file was made.
 NAMESPACES = "tokenizer.", "split."
-# Keys that affect nothing that is computed here, or only repeat what other keys say; see llama.cpp's src/llama-arch.cpp.
+# Keys that affect nothing that is computed here, or repeat what others say; llama.cpp's list is src/llama-arch.cpp.
 IGNORED = frozenset(
     {
         "split.no",

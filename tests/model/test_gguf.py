@@ -17,7 +17,7 @@ from made_gguf import CONTROL, LAYERS, PROBE, MadeGguf, byte_level, made_gguf
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model import load_model
-from kvr_mpi.model.gguf_convert import ARCHITECTURES, LLAMA3, llama3_divisors
+from kvr_mpi.model.gguf_convert import ARCHITECTURES, llama3_divisors
 from kvr_mpi.model.gguf_tokenizer import SPLITS, build_tokenizer
 from kvr_mpi.model.metadata import Metadata
 
@@ -271,6 +271,12 @@ REFUSED: dict[str, tuple[Callable[[], MadeGguf], str]] = {
     "pre-tokenizer of another class": (lambda: changed("qwen2", **{"tokenizer.ggml.pre": "tekken"}), "Qwen2Tokenizer"),
     "tokenizer": (lambda: changed("llama", **{"tokenizer.ggml.model": "t5"}), "tokenizer.ggml.model = 't5'"),
     "tokenizer key": (lambda: changed("llama", **{"tokenizer.ggml.lowercase": True}), "tokenizer.ggml.lowercase"),
+    "no experts used": (lambda: made_gguf("mixtral", expert_used_count=0), "expert_used_count = 0"),
+    "no experts": (lambda: made_gguf("qwen3moe", expert_count=0), "expert_count = 0"),
+    "frequencies that llama.cpp ignores": (
+        lambda: with_tensor("rope_freqs.weight", SOME, made_gguf("qwen3")),
+        "rope_freqs.weight",
+    ),
     "no such token": (lambda: changed("llama", **{"tokenizer.ggml.eos_token_id": 10**6}), "eos_token_id = 1000000"),
 }
 
