@@ -125,11 +125,14 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
     architecture = "llama" if name == "mixtral" else name
     is_gemma, is_moe = architecture.startswith("gemma"), name in ("mixtral", "qwen2moe", "qwen3moe")
     tokenizer = sentencepiece() if name in ("llama", "mixtral", "phi3") or is_gemma else byte_level("qwen2")
-    head_dim = 8 if name in ("qwen2", "qwen2moe", "phi3") else 16  # llama.cpp asks for the hidden size of these
+    layers = 5 if name == "smollm3" else LAYERS  # the fourth layer of SmolLM3 is special
+    head_dim = (
+        8 if name in ("qwen2", "qwen2moe", "phi3", "olmo2", "starcoder2", "smollm3") else 16
+    )  # llama.cpp asks for the hidden size of these
     keys: dict[str, Any] = {
         "context_length": CONTEXT,
         "embedding_length": HIDDEN,
-        "block_count": LAYERS,
+        "block_count": layers,
         "feed_forward_length": FEED,
         "attention.head_count": HEADS,
         "attention.head_count_kv": KV_HEADS,
@@ -149,6 +152,10 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
         keys |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
     if name in ("gemma2", "gemma3"):
         keys |= {"attention.sliding_window": 8}
+    if name == "granite":
+        keys |= {"logit_scale": 2.0, "residual_scale": 0.5, "embedding_scale": 3.0, "attention.scale": 0.2}
+    if name == "starcoder2":
+        keys["attention.layer_norm_epsilon"] = keys.pop("attention.layer_norm_rms_epsilon")
     keys |= {key.replace("__", "."): value for key, value in changes.items()}
     metadata = {"general.architecture": architecture, "general.name": "made", "general.file_type": 0}
     metadata |= {f"{architecture}.{key}": value for key, value in keys.items()} | tokenizer
@@ -160,13 +167,21 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
 
     add("token_embd.weight", len(metadata["tokenizer.ggml.tokens"]), HIDDEN, scale=1.0)
     add("output_norm.weight", HIDDEN, mean=1.0)
+    if name == "starcoder2":
+        add("output_norm.bias", HIDDEN)
     if not is_gemma:
         add("output.weight", len(metadata["tokenizer.ggml.tokens"]), HIDDEN)
     query, kv, experts_feed = HEADS * head_dim, KV_HEADS * head_dim, FEED if name == "mixtral" else EXPERT_FEED
-    for layer in (f"blk.{idx}." for idx in range(LAYERS)):
-        add(f"{layer}attn_norm.weight", HIDDEN, mean=1.0)
-        add(f"{layer}ffn_norm.weight", HIDDEN, mean=1.0)
-        if name in ("gemma2", "gemma3"):
+    for layer in (f"blk.{idx}." for idx in range(layers)):
+        if name != "olmo2":
+            add(f"{layer}attn_norm.weight", HIDDEN, mean=1.0)
+            add(f"{layer}ffn_norm.weight", HIDDEN, mean=1.0)
+        if name == "starcoder2":
+            for part, size in (("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn_output", HIDDEN)):
+                add(f"{layer}{part}.bias", size)
+            add(f"{layer}ffn_up.bias", FEED)
+            add(f"{layer}ffn_down.bias", HIDDEN)
+        if name in ("gemma2", "gemma3", "olmo2"):
             add(f"{layer}post_attention_norm.weight", HIDDEN, mean=1.0)
             add(f"{layer}post_ffw_norm.weight", HIDDEN, mean=1.0)
         if name == "phi3":
@@ -174,11 +189,14 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
         else:
             for part, size in (("q", query), ("k", kv), ("v", kv)):
                 add(f"{layer}attn_{part}.weight", size, HIDDEN)
-                if name in ("qwen2", "qwen2moe"):
+                if name in ("qwen2", "qwen2moe", "starcoder2"):
                     add(f"{layer}attn_{part}.bias", size)
         if name in ("qwen3", "qwen3moe", "gemma3"):
             add(f"{layer}attn_q_norm.weight", head_dim, mean=1.0)
             add(f"{layer}attn_k_norm.weight", head_dim, mean=1.0)
+        if name == "olmo2":
+            add(f"{layer}attn_q_norm.weight", query, mean=1.0)
+            add(f"{layer}attn_k_norm.weight", kv, mean=1.0)
         add(f"{layer}attn_output.weight", HIDDEN, query)
         if is_moe:
             add(f"{layer}ffn_gate_inp.weight", EXPERTS, HIDDEN, scale=1.0)
@@ -186,7 +204,7 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
             add(f"{layer}ffn_up_exps.weight", EXPERTS, experts_feed, HIDDEN)
             add(f"{layer}ffn_down_exps.weight", EXPERTS, HIDDEN, experts_feed)
         else:
-            if name != "phi3":
+            if name not in ("phi3", "starcoder2"):
                 add(f"{layer}ffn_gate.weight", FEED, HIDDEN)
             add(f"{layer}ffn_up.weight", FEED * (2 if name == "phi3" else 1), HIDDEN)
             add(f"{layer}ffn_down.weight", HIDDEN, FEED)

@@ -28,6 +28,7 @@ Names = Mapping[str, tuple[str, ...]]
 GLOBAL: Names = {
     "model.embed_tokens.weight": ("token_embd.weight",),
     "model.norm.weight": ("output_norm.weight",),
+    "model.norm.bias": ("output_norm.bias",),
     "lm_head.weight": ("output.weight",),
 }
 ATTENTION: Names = {
@@ -45,11 +46,15 @@ NORMS: Names = {
     "input_layernorm.weight": ("attn_norm.weight",),
     "post_attention_layernorm.weight": ("ffn_norm.weight",),
 }
+NORM_BIASES: Names = {name.replace("weight", "bias"): (of[0].replace("weight", "bias"),) for name, of in NORMS.items()}
+POST_NORMS: Names = {
+    "post_attention_layernorm.weight": ("post_attention_norm.weight",),
+    "post_feedforward_layernorm.weight": ("post_ffw_norm.weight",),
+}
 FOUR_NORMS: Names = {
     "input_layernorm.weight": ("attn_norm.weight",),
-    "post_attention_layernorm.weight": ("post_attention_norm.weight",),
     "pre_feedforward_layernorm.weight": ("ffn_norm.weight",),
-    "post_feedforward_layernorm.weight": ("post_ffw_norm.weight",),
+    **POST_NORMS,
 }
 MLP: Names = {
     "mlp.gate_proj.weight": ("ffn_gate.weight",),
@@ -57,6 +62,12 @@ MLP: Names = {
     "mlp.down_proj.weight": ("ffn_down.weight",),
 }
 MLP_BIASES: Names = {name.replace("weight", "bias"): (of[0].replace("weight", "bias"),) for name, of in MLP.items()}
+TWO_PRODUCTS: Names = {
+    "mlp.c_fc.weight": ("ffn_up.weight",),
+    "mlp.c_fc.bias": ("ffn_up.bias",),
+    "mlp.c_proj.weight": ("ffn_down.weight",),
+    "mlp.c_proj.bias": ("ffn_down.bias",),
+}
 EXPERTS: Names = {
     "mlp.gate.weight": ("ffn_gate_inp.weight",),
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -78,7 +89,8 @@ class Architecture:
     """How a GGUF architecture becomes a model of transformers.
 
     configure : returns the ``model_type`` and other settings of the configuration that are its own.
-    layer : the parameters of a layer. Biases that a file lacks are zero.
+    layer : the parameters of a layer. Biases of products that a file lacks are zero.
+    epsilon : the key of what is added in norms, and its name in transformers.
     interleaved : pairs of rotated dimensions are adjacent in queries and keys; transformers' are half a head apart.
     norm_offset : what was added to the weights of norms.
     is_partial : transformers' model can rotate a part of each head.
@@ -87,6 +99,7 @@ class Architecture:
 
     configure: Callable[[Metadata, GgufModel], dict[str, Any]]
     layer: Names
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     interleaved: bool = False
     norm_offset: float = 0.0
     is_partial: bool = False
@@ -161,7 +174,7 @@ def _configure(metadata: Metadata, model: GgufModel) -> tuple[Architecture, Any]
         "num_attention_heads": heads,
         "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        architecture.epsilon[1]: keys.real(architecture.epsilon[0]),
         "vocab_size": len(tokens),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "rope_parameters": _rope(keys, model, architecture, head_dim, context),
@@ -210,8 +223,8 @@ def _rope(keys: Metadata, model: GgufModel, architecture: Architecture, head_dim
     for name, values in factors.items():
         if values.shape != (rotated // 2,) or not np.all(np.isfinite(values) & (values > 0)):
             raise ModelError(f"{name} has shape {values.shape}, expected {rotated // 2} positive numbers")
-    # llama.cpp uses both factors of Phi-3 whatever the type is, and its converter does not write the type.
-    is_long = kind == "longrope" or (architecture.is_partial and ROPE_LONG in factors)
+    # Of Phi-3, llama.cpp uses both factors whatever the type is, and its converter does not write the type.
+    is_long = kind == "longrope" or (ROPE_FREQS not in architecture.divisors and ROPE_LONG in factors)
     wanted = {ROPE_LONG, ROPE_SHORT} if is_long else factors.keys() & {ROPE_FREQS}
     if factors.keys() != wanted or (factors and rope["rope_type"] != "default") or (is_long and factor != 1.0):
         raise ModelError(
@@ -339,17 +352,48 @@ def _windows(keys: Metadata, *, pattern: int, largest: int) -> dict[str, Any]:
     """
     layers = keys.number("block_count")
     width = keys.number("embedding_length") // keys.number("attention.head_count")
-    scalar = width if layers == largest else keys.number("attention.key_length", width)
+    head_dim = _head_dim(keys)
     keys.expect("attention.sliding_window_pattern", pattern)
-    keys.expect("attention.key_length_swa", keys.number("attention.key_length", width))
-    keys.expect("attention.value_length_swa", keys.number("attention.key_length", width))
-    keys.expect("rope.dimension_count_swa", keys.number("attention.key_length", width))
+    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+        keys.expect(key, head_dim)
     return {
         "sliding_window": keys.number("attention.sliding_window"),
         "layer_types": ["sliding_attention" if (idx + 1) % pattern else "full_attention" for idx in range(layers)],
-        "query_pre_attn_scalar": scalar,
+        "query_pre_attn_scalar": width if layers == largest else head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
     }
+
+
+def _granite(keys: Metadata, model: GgufModel) -> dict[str, Any]:
+    keys.expect("rope.scaling.finetuned", True)  # without it, nothing is rotated
+    return {
+        "model_type": "granite",
+        "attention_bias": _has(model, BIASES),
+        "mlp_bias": _has(model, MLP_BIASES),
+        "logits_scaling": keys.real("logit_scale"),
+        "residual_multiplier": keys.real("residual_scale", 0.0) or 1.0,
+        "embedding_multiplier": keys.real("embedding_scale", 0.0) or 1.0,
+        "attention_multiplier": keys.real("attention.scale", 0.0) or _head_dim(keys) ** -0.5,
+    }
+
+
+def _smollm3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
+    layers = keys.number("block_count")
+    return {"model_type": "smollm3", "no_rope_layers": [int((idx + 1) % 4 != 0) for idx in range(layers)]}
+
+
+def _olmo2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
+    return {"model_type": "olmo2"}
+
+
+def _starcoder2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
+    _no_window(keys)
+    return {"model_type": "starcoder2", "use_bias": True, "hidden_act": "gelu_pytorch_tanh"}
+
+
+def _head_dim(keys: Metadata) -> int:
+    width = keys.number("embedding_length") // keys.number("attention.head_count")
+    return keys.number("attention.key_length", width)
 
 
 def _phi3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
@@ -375,6 +419,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma": Architecture(_gemma, {**NORMS, **ATTENTION, **MLP}, norm_offset=1.0),
     "gemma2": Architecture(_gemma2, {**FOUR_NORMS, **ATTENTION, **MLP}, norm_offset=1.0),
     "gemma3": Architecture(_gemma3, {**FOUR_NORMS, **ATTENTION, **HEAD_NORMS, **MLP}, norm_offset=1.0),
+    "granite": Architecture(
+        _granite,
+        {**NORMS, **ATTENTION, **BIASES, **MLP, **MLP_BIASES},
+        interleaved=True,
+        divisors=(ROPE_FREQS, ROPE_LONG, ROPE_SHORT),
+    ),
+    "smollm3": Architecture(_smollm3, {**NORMS, **ATTENTION, **MLP}, interleaved=True),
+    "olmo2": Architecture(_olmo2, {**POST_NORMS, **ATTENTION, **HEAD_NORMS, **MLP}),
+    "starcoder2": Architecture(
+        _starcoder2,
+        {**NORMS, **NORM_BIASES, **ATTENTION, **BIASES, **TWO_PRODUCTS},
+        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
+    ),
     "phi3": Architecture(
         _phi3,
         {
@@ -406,7 +463,7 @@ def _fill(built: Any, architecture: Architecture, config: Any, model: GgufModel)
         sources = _sources(name, architecture, {**GLOBAL, **tied})
         absent = [source for source in sources if source not in model.tensors]
         used.update(sources)
-        if absent and name.endswith(".bias"):
+        if absent and name.endswith("_proj.bias"):
             filled.append((name, torch.zeros(parameter.shape)))
             continue
         if absent:

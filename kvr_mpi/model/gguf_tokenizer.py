@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def build_tokenizer(metadata: Metadata) -> Any:
     metadata.expect("tokenizer.ggml.remove_extra_whitespaces", False)
     tokens = [text or f"[EMPTY_{idx}]" for idx, text in enumerate(metadata.texts("tokenizer.ggml.tokens"))]
     if len(set(tokens)) != len(tokens):
-        twice = next(text for idx, text in enumerate(tokens) if text in tokens[:idx])
+        twice = next(text for text, count in Counter(tokens).items() if count > 1)
         raise ModelError(f"tokenizer.ggml.tokens contains {twice!r} twice")
     types = [int(each) for each in metadata.numbers("tokenizer.ggml.token_type", len(tokens))]
     named = {name: metadata.token(key) for name, key in SPECIAL.items()}
