@@ -39,7 +39,7 @@ class LlamaCpp:
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=None if os.environ.get("SHOW") else subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 text=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
