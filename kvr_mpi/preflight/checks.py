@@ -26,6 +26,9 @@ from kvr_mpi.errors import (
 from kvr_mpi.job import JobSpec, ModelSection
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
+from kvr_mpi.model.gguf import read_gguf
+from kvr_mpi.model.gguf_convert import check_architecture
+from kvr_mpi.model.metadata import Metadata
 from kvr_mpi.model.source import must_be_cached
 from kvr_mpi.model.tensor_parallel import why_not_divided
 from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
@@ -162,14 +165,11 @@ def _check_model(model: ModelSection, offline: bool) -> None:
     folder = Path(source.location)
     if source.gguf_file is not None:
         try:
-            with (folder / source.gguf_file).open("rb") as stream:
-                magic = stream.read(4)
+            check_architecture(Metadata(read_gguf(source.path, keeps=()).metadata))
         except OSError as error:
             raise ModelError(f"model.path {model.path!r} cannot be read: {error.strerror}") from error
-        if magic != b"GGUF":
-            raise ModelError(
-                f"model.path {model.path!r} is not a GGUF file: it begins with {magic!r}, not b'GGUF'; copy it again"
-            )
+        except ModelError as error:
+            raise ModelError(f"model.path {model.path!r}: {error}") from error
         return
     if source.is_hub:
         must_be_cached(model.path, offline)

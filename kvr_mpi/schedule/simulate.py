@@ -12,6 +12,8 @@ from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.workload import SHAPES, Workload, named_workload, workload_of
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
+from kvr_mpi.model.gguf import read_gguf
+from kvr_mpi.model.gguf_convert import config_of
 from kvr_mpi.model.source import must_be_cached
 
 HARDWARE = "h100-80gb"
@@ -101,12 +103,12 @@ def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
     import torch
     from transformers import AutoConfig
 
-    options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     is_local = not source.is_hub or must_be_cached(model, is_offline())
     try:
-        config = AutoConfig.from_pretrained(
-            source.location, local_files_only=is_local, trust_remote_code=False, **options
-        )
+        if source.gguf_file is not None:
+            config = config_of(read_gguf(source.path))
+        else:
+            config = AutoConfig.from_pretrained(source.location, local_files_only=is_local, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {model!r}: its configuration cannot be read: {error}") from error
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
