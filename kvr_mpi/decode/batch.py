@@ -26,6 +26,7 @@ from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.failure import Failure, attempt
+from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
 
 # Largest number of sequences that a rank decodes together: with more, reading the weights no longer dominates a step.
@@ -58,7 +59,15 @@ class DecodeBatch:
     ) -> None:
         self._loaded, self.group = loaded, Group(loaded) if group is None else group
         grammars = Grammars(loaded.tokenizer, ends_of(config))
-        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, tuple(stop), max_new_tokens, grammars)
+        self._rules = SamplingParams(
+            loaded.model,
+            loaded.tokenizer,
+            config,
+            tuple(stop),
+            max_new_tokens,
+            grammars,
+            in_group=loaded.tp_group is not None,
+        )
         self._adapted = functools.lru_cache(KEPT_RULES)(self._rules.adapted)
         self._waiting: list[BatchEntry] = []  # for `begin`, with their first token
         self._running: list[BatchEntry] = []
@@ -139,22 +148,13 @@ class DecodeBatch:
 
     def _begin(self, key: Any, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> BatchEntry:
         """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
-        rules = self._rules_of(own)
-        why = prefill.error or self._why_not_as_asked(prefill, own.n, rules, len(ids))
+        if prefill.logits is not None and not bool(prefill.logits.max().isfinite()):
+            prefill.error = explain_not_finite(self._loaded.dtype)
+        rules, why = self._rules_of(own)
+        why = prefill.error or why or self._why_not_as_asked(prefill, own.n, rules, len(ids))
         scores: tuple[Score, ...] = ()
-        if (texts := own.score) and why is None:
-            try:
-                found = attempt(
-                    lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
-                    self._loaded.tp_group,
-                    is_plain=prefill.is_plain,
-                )
-                if isinstance(found, Failure):
-                    why = found.explain("to score its continuations")
-                else:
-                    scores = found
-            except DocumentError as error:
-                why = str(error)
+        if own.score:
+            scores, why = self._score(prefill, own.score, why)
         if not self.group.is_home(prefill):
             return BatchEntry(prefill)
 
@@ -168,10 +168,43 @@ class DecodeBatch:
                 document.fresh = copy.deepcopy(prefill.cache)
         return document
 
-    def _rules_of(self, own: OwnGeneration) -> SamplingParams:
-        """Return a prompt's settings; some are cached, since stop strings scan the whole vocabulary."""
+    def _score(
+        self, prefill: Prefill, texts: Sequence[str], why: str | None
+    ) -> tuple[tuple[Score, ...], str | None]:
+        """Score continuations of a prompt unless it has failed according to its home; return them and why it failed."""
+        if not self.group.waits:  # only the home knows of other ranks' failures
+            is_failed = why is not None and self.group.is_home(prefill)
+            ((word, _),) = self.group.tell([(FAILED if is_failed else 0, 0)])
+            if word != FAILED:
+                why = None
+            elif why is None:
+                why = "its home rank has the reason"
+        if why is not None:
+            return (), why
+        try:
+            found = attempt(
+                lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
+                self._loaded.tp_group,
+                is_plain=prefill.is_plain,
+            )
+        except DocumentError as error:
+            return (), str(error)
+        if isinstance(found, Failure):
+            return (), found.explain("to score its continuations")
+        return found, None
+
+    def _rules_of(self, own: OwnGeneration) -> tuple[SamplingParams, str | None]:
+        """Return a prompt's settings, or the job's and why its own are not possible.
+
+        Some are cached, since stop strings scan the whole vocabulary.
+        """
         own = replace(own, seed=None, n=None, score=None)
-        return self._rules if own == AS_THE_JOB else self._adapted(own)
+        if own == AS_THE_JOB:
+            return self._rules, None
+        try:
+            return self._adapted(own), None
+        except Exception as error:  # only this prompt fails, whatever transformers makes of its settings
+            return self._rules, f"its generation settings are not possible: {type(error).__name__}: {error}"
 
     def _why_not_as_asked(self, prefill: Prefill, n: int | None, rules: SamplingParams, tokens: int) -> str | None:
         """Return why a prompt's schema, number of answers or length of an answer is not possible; None if it is."""

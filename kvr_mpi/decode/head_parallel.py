@@ -33,6 +33,7 @@ from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
+from kvr_mpi.prefill.finite import NOT_FINITE
 from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
 from kvr_mpi.topology import even_share
@@ -233,7 +234,9 @@ class HeadGroup(Group):
         self.ranks.all_reduce(found)  # each element is zero on all ranks but one
         if not self._is_greedy:
             return found
-        return found[found[..., 0].argmax(0), torch.arange(len(documents), device=found.device), 1].long()
+        ranks = found[..., 0].argmax(0)  # that of NaN, if there is one
+        largest, tokens = found[ranks, torch.arange(len(documents), device=found.device)].unbind(-1)
+        return tokens.long().where(largest.isfinite(), NOT_FINITE)
 
     def choose(self, documents: Sequence[BatchEntry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from the result of `run`."""
