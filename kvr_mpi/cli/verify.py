@@ -48,9 +48,9 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.failure import is_out_of_memory
         from kvr_mpi.prefill.self_check import check_chain
-        from kvr_mpi.prefill.verify import NEW_TOKENS
-        from kvr_mpi.prefill.verify import verify as verify_all
         from kvr_mpi.report.log import Log
+        from kvr_mpi.setup.verify import NEW_TOKENS
+        from kvr_mpi.setup.verify import verify as verify_all
         from kvr_mpi.transport import together
 
         log = Log(world.rank)

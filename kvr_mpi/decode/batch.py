@@ -252,7 +252,7 @@ class DecodeBatch:
             self._patience = CALM_STEPS if before is None else min(2 * self._patience, MOST_CALM_STEPS)
             self._calm_steps = 0
             self._log(
-                f"warning: not enough memory for {counted(max(rows), 'answer')} in one decode step ({self._why_short}): "
+                f"warning: not enough memory for {counted(max(rows), 'answer')} in a decode step ({self._why_short}): "
                 f"at most {self.most_rows} from now on; more are tried again after {self._patience} steps"
             )
         elif self.most_rows is not None and len(rows) > 1:  # with one row, longer ones are not needed
@@ -261,7 +261,7 @@ class DecodeBatch:
                 self.most_rows = 2 * self.most_rows if 2 * self.most_rows < MAX_SEQUENCES else None
                 self.group.forget_rows()
                 allowed = "all answers" if self.most_rows is None else f"up to {self.most_rows} answers"
-                self._log(f"{allowed} in one decode step again")
+                self._log(f"{allowed} in a decode step again")
 
     def _log(self, line: str) -> None:
         """Log a line, once for the ranks of a group."""

@@ -76,6 +76,7 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
         _compare_all(loaded, [thirds, halves], truth)
     except ModelError as error:
         raise ModelError(_why_refused(loaded, count, why, str(error))) from error
+    prepare_model(loaded.model, chain=True, in_parts=False)
     if say is not None:
         say(
             f"{loaded.shape.architecture}: using the model's own attention over the whole prefix of a layer, since it "
@@ -113,6 +114,7 @@ def _check_in_parts(loaded: LoadedModel, tokens: int, truth: Reference) -> Loade
     except ModelError:
         loaded = replace(loaded, cuts_last_layer=False)
         _compare(loaded, halves, truth)
+    prepare_model(loaded.model, chain=True)
     return loaded
 
 

@@ -17,7 +17,7 @@ from kvr_mpi.kv import layer as layer_module
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.prefill import exactness
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.prefill.verify import verify
+from kvr_mpi.setup.verify import verify
 from kvr_mpi.transport.local import run_local
 
 
@@ -80,7 +80,7 @@ def test_verify_notices_nan_in_any_layer_and_another_token(layer: int | None, mo
         return answer if prefill.is_plain else replace(answer, tokens=[*answer.tokens[:-1], -1])
 
     if layer is None:  # of a chain whose logits, keys and values are right
-        monkeypatch.setattr("kvr_mpi.prefill.verify.continued", other)
+        monkeypatch.setattr("kvr_mpi.setup.verify.continued", other)
     else:
         monkeypatch.setattr(exactness, "copy_layers", with_nan)
     findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]
