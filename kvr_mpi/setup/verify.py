@@ -12,6 +12,7 @@ pages and recorded steps), and a prompt that continues keys and values stored in
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
 import tempfile
@@ -31,7 +32,7 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, copy_layers, differences
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, prefill_whole, why_no_chunks
-from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
+from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed, why_never_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.log import Header
@@ -134,7 +135,10 @@ class _Here:
         if loaded.device.type == "cuda":
             arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
             self.arena = arena if why_not_packed(loaded, arena) is None else None
-        if self.arena is None:
+        # A model that is given its positions runs packed; if not, what jobs do instead would hide an error of ours.
+        if self.arena is None and "position_ids" in inspect.signature(loaded.model.forward).parameters:
+            self.why_alone = why_never_packed(loaded)
+        elif self.arena is None:
             self.why_alone = why_not_packed(loaded)
         self._group = Group(loaded, why_alone=self.why_alone)
         self._truths: dict[tuple[int, ...], tuple[Continuation, Continuation]] = {}
