@@ -339,6 +339,7 @@ def _copy_rows(layer: SliceLayer, part: Cut, to: Pair) -> None:
     """Copy a part of a head's keys and values to a place of that size, without other memory."""
     head, first, last = part
     begin = 0
+    assert layer.store is not None, "the home holds all rows"
     for piece in layer.store.head_pieces(head, layer.length):
         stop = begin + len(piece[0])
         if (low := max(first, begin)) < (high := min(last, stop)):

@@ -71,7 +71,8 @@ def score_continuations(
                 f"{what}: from {anew_at} tokens on, this model's rotary embedding changes, and the keys of the prompt "
                 f"would have to be computed again; shorten it"
             )
-    scores, problem = list[Score](), None
+    scores = list[Score]()
+    problem: Exception | None = None
     for text in texts:
         ids = given[text]
         following = [look_ahead(prefill, ids[:-1])] if len(ids) > 1 else []

@@ -1,6 +1,6 @@
 """Comparison of any prefill, and of decoding after it, with plain transformers.
 
-The self-check before every batch, ``kvr verify``, the sweep of architectures and the tests all compare `Results`.
+The self-check before every batch, ``kvr verify``, the sweep of architectures and the tests all compare `Tensors`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NUDGES, PROMPTS = 4, 3
 ELEMENTS_PER_NUDGE = 16
 
 # What is compared, by name. Keys and values are (tokens, kv_heads, head_dim).
-Results = Mapping[str, torch.Tensor]
-Pair = tuple[str, torch.Tensor, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
+Compared = tuple[str, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def differences(found: Continuation, truth: Continuation) -> Iterator[tuple[str,
     return ((what, error_share(one, other)) for what, one, other in _pairs(found.results, truth.results))
 
 
-def _pairs(found: Results, truth: Results) -> Iterator[Pair]:
+def _pairs(found: Tensors, truth: Tensors) -> Iterator[Compared]:
     """Yield what is compared.
 
     Keys and values are compared for the last tokens that both hold, since a layer with a window may hold no others.
@@ -141,7 +141,7 @@ def first_difference(compared: Iterable[tuple[str, float]], allowed: float) -> t
 
 
 class Reference:
-    """Results for a few tokens that a trial has to reproduce, within the rounding errors of the dtype.
+    """Tensors for a few tokens that a trial has to reproduce, within the rounding errors of the dtype.
 
     In float32, the limit is `allowed_error`. In a shorter dtype it is measured: `run` computes the results again after
     some elements of the embeddings have changed by a rounding error, so that all later rounding errors differ. The root
@@ -151,7 +151,7 @@ class Reference:
     run : computes the results for token ids, in a way that is trusted.
     """
 
-    def __init__(self, loaded: LoadedModel, tokens: int, run: Callable[[Sequence[int]], Results]) -> None:
+    def __init__(self, loaded: LoadedModel, tokens: int, run: Callable[[Sequence[int]], Tensors]) -> None:
         self._loaded, self._tokens, self._run = loaded, tokens, run
         self._is_short = loaded.dtype.itemsize < torch.float32.itemsize
         self._prompts: list[_Prompt] = []
@@ -162,7 +162,7 @@ class Reference:
         return all(bool(each.max().isfinite()) for what, each in truth.items() if "logits" in what)
 
     def why_not(
-        self, trial: Callable[[Sequence[int]], Results], others: str = "those of plain transformers"
+        self, trial: Callable[[Sequence[int]], Tensors], others: str = "those of plain transformers"
     ) -> str | None:
         """Run a trial with the same token ids; return its error or the first difference, or None if all agree.
 
@@ -191,14 +191,14 @@ class Reference:
             self._prompts.append(_Prompt(ids, self._run(ids), []))
         return self._prompts[number]
 
-    def _why_above_limit(self, pairs: Sequence[Pair]) -> tuple[str, str] | None:
+    def _why_above_limit(self, pairs: Sequence[Compared]) -> tuple[str, str] | None:
         """Return what differs first, and by how much."""
         compared, allowed = ((what, error_share(*pair)) for what, *pair in pairs), allowed_error(self._loaded.dtype)
         if (found := first_difference(compared, allowed)) is None:
             return None
         return found[0], f"{found[1]:.1e} of their spread (allowed {allowed:.0e})"
 
-    def _why_above_noise(self, pairs: Sequence[Pair], prompt: _Prompt) -> tuple[str, str] | None:
+    def _why_above_noise(self, pairs: Sequence[Compared], prompt: _Prompt) -> tuple[str, str] | None:
         """Return what differs first, and by how much, from all samples of rounding errors."""
         dtype, why = self._loaded.dtype, None
         for number in range(NUDGES):
@@ -223,7 +223,7 @@ class _Prompt:
     """Token ids, their results, and how much these change by each sample of rounding errors."""
 
     ids: list[int]
-    truth: Results
+    truth: Tensors
     noise: list[dict[str, float]]
 
 

@@ -20,7 +20,7 @@ from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import Continuation, Reference, Results, continued
+from kvr_mpi.prefill.exactness import Continuation, Reference, Tensors, continued
 from kvr_mpi.prefill.failure import FAILURES
 from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
@@ -158,12 +158,12 @@ def _goes_on_from_cache(loaded: LoadedModel, tokens: int) -> bool:
     """Whether plain transformers gives the same logits for a prompt in two pieces as for the whole."""
     prepare_model(loaded.model, chain=False)
 
-    def in_pieces(ids: Sequence[int]) -> Results:
+    def in_pieces(ids: Sequence[int]) -> Tensors:
         cache, cut = plain_cache(loaded.model), tokens // 2
         run_model(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
         return _logits(run_model(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)[0])
 
-    def whole(ids: Sequence[int]) -> Results:
+    def whole(ids: Sequence[int]) -> Tensors:
         return _logits(prefill_single(loaded.model, ids, loaded.device).logits)
 
     return Reference(loaded, tokens, whole).why_not(in_pieces) is None
@@ -172,7 +172,7 @@ def _goes_on_from_cache(loaded: LoadedModel, tokens: int) -> bool:
 def _compare(loaded: LoadedModel, partition: Partition, truth: Reference) -> None:
     """Run a chain of threads; raise `ModelError` unless its logits, keys and values agree with the reference."""
 
-    def run(ids: Sequence[int]) -> Results:
+    def run(ids: Sequence[int]) -> Tensors:
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
         prefill = run_local(
             partition.size,
@@ -185,7 +185,7 @@ def _compare(loaded: LoadedModel, partition: Partition, truth: Reference) -> Non
         raise ModelError(f"on {partition.tokens} tokens of a chain of {partition.size}, {why}")
 
 
-def _logits(*found: torch.Tensor | None) -> Results:
+def _logits(*found: torch.Tensor | None) -> Tensors:
     """Return logits as they are compared."""
     return {f"the logits of prompt {at}": each.cpu() for at, each in enumerate(found) if each is not None}
 
@@ -203,7 +203,7 @@ def check_chunks(loaded: LoadedModel) -> None:
     tokens = min(LEAST_TOKENS, loaded.shape.max_tokens or LEAST_TOKENS)
     cut = Partition.even(tokens, 3)
 
-    def in_chunks(ids: Sequence[int]) -> Results:
+    def in_chunks(ids: Sequence[int]) -> Tensors:
         ranks = run_local(
             3, lambda rank: prefill_kvr(loaded, ids, cut, rank, chunk_tokens=CHECKED_CHUNK), loaded.device
         )
@@ -228,14 +228,14 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
         return reason
 
     @torch.inference_mode()
-    def alone(ids: Sequence[int]) -> Results:
+    def alone(ids: Sequence[int]) -> Tensors:
         token = torch.tensor([[NEXT_TOKEN]], device=loaded.device)
         found = [prefill_whole(loaded, prompt, reserve_tokens=1) for prompt in _cut(ids)]
         steps = [run_model(loaded.model, token, each.cache)[0] for each in found]
         return _logits(*(each.logits for each in found), *steps)
 
     @torch.inference_mode()
-    def together(ids: Sequence[int]) -> Results:
+    def together(ids: Sequence[int]) -> Tensors:
         found = prefill_packed(loaded, _cut(ids), reserve_tokens=1, arena=arena)
         steps = decode_packed(loaded, DecodeCache([each.cache for each in found]), [NEXT_TOKEN] * len(found))
         return _logits(*(each.logits for each in found), *steps)
@@ -266,10 +266,10 @@ def check_spread(loaded: LoadedModel) -> None:
         assert share is not None, "its keys and values stay spread over the ranks"
         return run_shares(loaded, [share], [token], rank)
 
-    def spread(ids: Sequence[int]) -> Results:
+    def spread(ids: Sequence[int]) -> Tensors:
         return {DECODED: run_local(2, lambda rank: decode(rank, ids), loaded.device)[-1][0].cpu()}
 
-    def alone(ids: Sequence[int]) -> Results:
+    def alone(ids: Sequence[int]) -> Tensors:
         return {DECODED: _follow(loaded, prefill_whole(loaded, ids, reserve_tokens=1)).steps[0]}
 
     why: str | None = "its rotary embedding changes at some length, and the whole cache is then computed again"

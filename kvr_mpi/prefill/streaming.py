@@ -19,7 +19,7 @@ from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import cut_range
-from kvr_mpi.prefill.exactness import Reference, Results
+from kvr_mpi.prefill.exactness import Reference, Tensors
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_alone, prefill_whole
 
 # Tokens of the check before a job, and of each of its steps.
@@ -74,13 +74,13 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     drops = Rolling(CHECKED_CACHE, CHECKED_STEP, CHECKED_SINKS)
     names = "the logits of a rolling cache that holds all", f"the logits in steps of {CHECKED_STEP} instead of 1"
 
-    def expected(ids: Sequence[int]) -> Results:
+    def expected(ids: Sequence[int]) -> Tensors:
         one_by_one = _run_steps(loaded, ids, replace(drops, step_tokens=1))[1]
         logits = prefill_whole(loaded, ids).logits
         assert logits is not None, "of the only rank"
         return dict(zip(names, (logits.cpu(), one_by_one.cpu()), strict=True))
 
-    def run(ids: Sequence[int]) -> Results:
+    def run(ids: Sequence[int]) -> Tensors:
         return dict(zip(names, (_run_steps(loaded, ids, tried)[1].cpu() for tried in (whole, drops)), strict=True))
 
     if why := Reference(loaded, tokens, expected).why_not(run, "the expected ones"):

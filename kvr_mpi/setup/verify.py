@@ -31,7 +31,7 @@ from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, copy_layers, differences
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, prefill_whole, why_no_chunks
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, why_no_chunks
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed, why_never_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.store.kv import CachedTokens
@@ -41,6 +41,7 @@ from kvr_mpi.store.results import read_results
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport.local import LocalTransport
 
 NEW_TOKENS = 32
 NOISE = allowed_error(torch.float32)
@@ -168,7 +169,7 @@ class _Here:
         with tempfile.TemporaryDirectory(prefix="kvr-verify-") as name:
             model = {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": str(loaded.dtype)}
             writer = ResultWriter(Path(name), 0, Header({"model": loaded.fingerprint}, model), 1)
-            cache = prefill_whole(loaded, known, keeps_all=True).cache
+            cache = prefill_kvr(loaded, known, whole, LocalTransport(), keeps_all=True).cache
             layers = [layer_kv(cache, layer) for layer in range(len(loaded.shape.layers))]
             writer.write(
                 Record("prompt", "done", slices=whole.bounds), layers, CachedTokens(tuple(known), (0, len(known)))
