@@ -240,7 +240,7 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
         steps = decode_packed(loaded, DecodeCache([each.cache for each in found]), [NEXT_TOKEN] * len(found))
         return _logits(*(each.logits for each in found), *steps)
 
-    why = Reference(loaded, sum(PACKED_TOKENS), alone).why_not(together, "those of each alone")
+    why = Reference(loaded, sum(PACKED_TOKENS), alone).why_not(together, "each alone")
     return why and f"{loaded.shape.architecture} does not run packed: of two small documents together, {why}"
 
 

@@ -107,4 +107,4 @@ def test_rows_and_shards_are_checked_in_short_dtypes(dtype: torch.dtype, monkeyp
         return run_model(model, ids, cache, positions=torch.arange(ids.shape[1]).unsqueeze(0), keep=keep)
 
     monkeypatch.setattr(packed, "run_model", run_wrongly)
-    assert "differ from those of each alone" in str(why_not_packed(loaded))
+    assert "differ from each alone" in str(why_not_packed(loaded))
