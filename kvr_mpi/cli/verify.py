@@ -27,7 +27,7 @@ SEED = 0
     help=f"Prompt lengths in tokens; {CONTEXT}: the longest that the model accepts.",
 )
 def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
-    """Compare logits, keys, values and greedy tokens of chains with plain transformers.
+    """Compare logits, keys, values and greedy tokens of chains and rows with plain transformers.
 
     \b
     mpirun -n 4 kvr verify jobs/summarize.toml --lengths 512,16k
@@ -47,10 +47,11 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         from kvr_mpi.cli.launch import open_model_job
         from kvr_mpi.errors import ConfigError
         from kvr_mpi.prefill.failure import is_out_of_memory
+        from kvr_mpi.prefill.finite import explain_not_finite
         from kvr_mpi.prefill.self_check import check_chain
-        from kvr_mpi.prefill.verify import NEW_TOKENS
-        from kvr_mpi.prefill.verify import verify as verify_all
         from kvr_mpi.report.log import Log
+        from kvr_mpi.setup.verify import NEW_TOKENS
+        from kvr_mpi.setup.verify import verify as verify_all
         from kvr_mpi.transport import together
 
         log = Log(world.rank)
@@ -71,10 +72,11 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
 
         chosen = together(world, choose)
         checked = together(world, lambda: check_chain(loaded))
-        failed = count = 0
+        failed, count, are_finite = 0, 0, True
         try:
             for finding in verify_all(checked, links, chosen, SEED):
                 count, failed = count + 1, failed + (not finding.holds)
+                are_finite = are_finite and finding.is_finite
                 log.root(
                     f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.slices}: logits "
                     f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
@@ -87,6 +89,8 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
             raise ConfigError(
                 f"--lengths {lengths}: not enough memory for plain transformers and a chain: {what}; shorten them"
             ) from error
+        if not are_finite:
+            log.root(f"warning: {explain_not_finite(loaded.dtype)}")
         log.root(f"{count - failed} of {count} checks passed on {counted(world.size, 'rank')}")
         return EXIT_DIFFERS if failed else 0
 

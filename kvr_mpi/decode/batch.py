@@ -22,14 +22,18 @@ from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
-from kvr_mpi.errors import DocumentError, counted
+from kvr_mpi.errors import DocumentError, Say, counted
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.failure import Failure, attempt
+from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
 
 # Largest number of sequences that a rank decodes together: with more, reading the weights no longer dominates a step.
 MAX_SEQUENCES = 64
+# Steps, with more prompts than fit in a row, after which rows grow again once memory was short; doubled each time it is
+# short again.
+CALM_STEPS, MOST_CALM_STEPS = 4, 1024
 # Sampling settings of recent documents that are cached, for documents with the same settings.
 KEPT_RULES = 16
 # Sent instead of a prompt's next token: the prompt is answered, or its prefill failed.
@@ -44,7 +48,8 @@ class DecodeBatch:
 
     stop : stop strings.
     group : the ranks that decode; by default this rank alone, with packed rows.
-    most_rows : largest number of prompts in a row; None until memory was too short for all of them.
+    say : logs a line when rows change because of memory.
+    most_rows : largest number of prompts in a row; None unless memory was too short for all of them.
     """
 
     def __init__(
@@ -55,16 +60,27 @@ class DecodeBatch:
         stop: Sequence[str],
         max_new_tokens: int,
         group: Group | None = None,
+        say: Say = lambda line: None,
     ) -> None:
         self._loaded, self.group = loaded, Group(loaded) if group is None else group
         grammars = Grammars(loaded.tokenizer, ends_of(config))
-        self._rules = SamplingParams(loaded.model, loaded.tokenizer, config, tuple(stop), max_new_tokens, grammars)
+        self._rules = SamplingParams(
+            loaded.model,
+            loaded.tokenizer,
+            config,
+            tuple(stop),
+            max_new_tokens,
+            grammars,
+            in_group=loaded.tp_group is not None,
+        )
         self._adapted = functools.lru_cache(KEPT_RULES)(self._rules.adapted)
         self._waiting: list[BatchEntry] = []  # for `begin`, with their first token
         self._running: list[BatchEntry] = []
         self._aside: list[BatchEntry] = []  # no memory for their next token until another prompt leaves
         self._finished: list[BatchEntry | None] = []  # None: on another rank
         self._anew_at = begins_anew_at(loaded.model)
+        self._say, self._why_short = say, ""
+        self._calm_steps, self._patience = 0, CALM_STEPS
         self.most_rows: int | None = None
 
     @property
@@ -120,7 +136,11 @@ class DecodeBatch:
         if self.group.waits and not self._running and not self._aside:
             self._running, self._waiting = self._waiting, []
             self._go_on(self._running, [self._word_of(each) for each in self._running])
-            self._running = list(self.group.take_in(self._running))
+            taken = self._running
+            self._running = list(self.group.take_in(taken))
+            for document in taken:
+                if document.error is not None:
+                    self._word_of(document)
         return self.take_finished()
 
     @torch.inference_mode()
@@ -128,8 +148,11 @@ class DecodeBatch:
         """Generate one token for every prompt, and return those that are finished."""
         if not self._running and self._aside:  # no memory for any of them: one has to finish or fail
             self._running.append(self._aside.pop(0))
-        for row in self.group.rows(self._running, self.most_rows):
-            self._step(row)
+        before, rows = self.most_rows, self.group.rows(self._running, self.most_rows)
+        for row in rows:
+            for part in self.group.rows(row, self.most_rows):  # rows before it may have been split
+                self._step(part)
+        self._adapt_rows(before, list(map(len, rows)))
         return self.take_finished()
 
     def take_finished(self) -> list[BatchEntry]:
@@ -139,22 +162,13 @@ class DecodeBatch:
 
     def _begin(self, key: Any, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> BatchEntry:
         """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
-        rules = self._rules_of(own)
-        why = prefill.error or self._why_not_as_asked(prefill, own.n, rules, len(ids))
+        if prefill.logits is not None and not bool(prefill.logits.max().isfinite()):
+            prefill.error = explain_not_finite(self._loaded.dtype)
+        rules, why = self._rules_of(own)
+        why = prefill.error or why or self._why_not_as_asked(prefill, own.n, rules, len(ids))
         scores: tuple[Score, ...] = ()
-        if (texts := own.score) and why is None:
-            try:
-                found = attempt(
-                    lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
-                    self._loaded.tp_group,
-                    is_plain=prefill.is_plain,
-                )
-                if isinstance(found, Failure):
-                    why = found.explain("to score its continuations")
-                else:
-                    scores = found
-            except DocumentError as error:
-                why = str(error)
+        if own.score:
+            scores, why = self._score(prefill, own.score, why)
         if not self.group.is_home(prefill):
             return BatchEntry(prefill)
 
@@ -168,10 +182,41 @@ class DecodeBatch:
                 document.fresh = copy.deepcopy(prefill.cache)
         return document
 
-    def _rules_of(self, own: OwnGeneration) -> SamplingParams:
-        """Return a prompt's settings; some are cached, since stop strings scan the whole vocabulary."""
+    def _score(self, prefill: Prefill, texts: Sequence[str], why: str | None) -> tuple[tuple[Score, ...], str | None]:
+        """Score continuations of a prompt unless it has failed according to its home; return them and why it failed."""
+        if not self.group.waits:  # only the home knows of other ranks' failures
+            is_failed = why is not None and self.group.is_home(prefill)
+            ((word, _),) = self.group.tell([(FAILED if is_failed else 0, 0)])
+            if word != FAILED:
+                why = None
+            elif why is None:
+                why = "its home rank has the reason"
+        if why is not None:
+            return (), why
+        try:
+            found = attempt(
+                lambda: score_continuations(self._loaded, prefill, texts, self.group.look_ahead),
+                self._loaded.tp_group,
+                is_plain=prefill.is_plain,
+            )
+        except DocumentError as error:
+            return (), str(error)
+        if isinstance(found, Failure):
+            return (), found.explain("to score its continuations")
+        return found, None
+
+    def _rules_of(self, own: OwnGeneration) -> tuple[SamplingParams, str | None]:
+        """Return a prompt's settings, or the job's and why its own are not possible.
+
+        Some are cached, since stop strings scan the whole vocabulary.
+        """
         own = replace(own, seed=None, n=None, score=None)
-        return self._rules if own == AS_THE_JOB else self._adapted(own)
+        if own == AS_THE_JOB:
+            return self._rules, None
+        try:
+            return self._adapted(own), None
+        except Exception as error:  # only this prompt fails, whatever transformers makes of its settings
+            return self._rules, f"its generation settings are not possible: {type(error).__name__}: {error}"
 
     def _why_not_as_asked(self, prefill: Prefill, n: int | None, rules: SamplingParams, tokens: int) -> str | None:
         """Return why a prompt's schema, number of answers or length of an answer is not possible; None if it is."""
@@ -195,6 +240,34 @@ class DecodeBatch:
             f"lower generation.max_new_tokens"
         )
 
+    def _adapt_rows(self, before: int | None, rows: Sequence[int]) -> None:
+        """Log that rows have been split in this step, or let them grow again after some steps without that.
+
+        All ranks of a group do the same, since memory is short on all of them if it is on any (`Group.run`).
+
+        before : `most_rows` before the step.
+        rows : number of prompts of each of its rows.
+        """
+        if self.most_rows != before:
+            self._patience = CALM_STEPS if before is None else min(2 * self._patience, MOST_CALM_STEPS)
+            self._calm_steps = 0
+            self._log(
+                f"warning: not enough memory for {counted(max(rows), 'answer')} in a decode step ({self._why_short}): "
+                f"at most {self.most_rows} from now on; more are tried again after {self._patience} steps"
+            )
+        elif self.most_rows is not None and len(rows) > 1:  # with one row, longer ones are not needed
+            self._calm_steps += 1
+            if self._calm_steps >= self._patience:
+                self.most_rows = 2 * self.most_rows if 2 * self.most_rows < MAX_SEQUENCES else None
+                self.group.forget_rows()
+                allowed = "all answers" if self.most_rows is None else f"up to {self.most_rows} answers"
+                self._log(f"{allowed} in a decode step again")
+
+    def _log(self, line: str) -> None:
+        """Log a line, once for the ranks of a group."""
+        if self.group.ranks is None or self.group.ranks.rank == 0:
+            self._say(line)
+
     def _step(self, row: Sequence[BatchEntry]) -> None:
         """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
         began = time.perf_counter()
@@ -214,6 +287,7 @@ class DecodeBatch:
             torch.cuda.empty_cache()
         if len(row) > 1:
             half = self.most_rows = -(-len(row) // 2)
+            self._why_short = logits.why
             self._step(row[:half])  # which may halve `most_rows` again
             self._step(row[half:])
         elif len(self._running) > 1 and not row[0].prefill.is_plain:

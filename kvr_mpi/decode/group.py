@@ -23,6 +23,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
+from kvr_mpi.prefill.finite import NOT_FINITE, likeliest
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, prefill_whole
 from kvr_mpi.transport import Transport
 
@@ -114,13 +115,14 @@ class Group:
     def choose(self, documents: Sequence[BatchEntry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from its logits (prompts, vocab_size).
 
-        The result is 0 on other ranks than the prompt's home.
+        The result is 0 on other ranks than the prompt's home, and `NOT_FINITE` if a prompt's logits are not.
         """
-        likeliest = logits.argmax(-1)  # of all prompts at once: one kernel on a GPU
+        greedy = likeliest(logits)  # of all prompts at once: few kernels on a GPU
+        chosen = greedy.clone()
         for at, each in enumerate(documents):
             if each.writing is not None and not each.writing.is_greedy:
-                likeliest[at] = each.writing.choose(logits[at])
-        tokens: list[int] = likeliest.tolist()
+                chosen[at] = each.writing.choose(logits[at])
+        tokens: list[int] = chosen.where(greedy != NOT_FINITE, greedy).tolist()
         return [0 if each.writing is None else token for each, token in zip(documents, tokens, strict=True)]
 
     def tell(self, words: list[tuple[int, int]]) -> list[tuple[int, int]]:

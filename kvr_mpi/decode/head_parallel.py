@@ -27,12 +27,14 @@ from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.decode_cache import Merge
-from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.model import LoadedModel
+from kvr_mpi.kv.head_store import HeadStore, Pair
+from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
+from kvr_mpi.prefill.finite import NOT_FINITE
 from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
 from kvr_mpi.topology import even_share
@@ -109,7 +111,10 @@ class HeadGroup(Group):
         self.owners: list[Owners] = []
 
     def take_in(self, documents: Sequence[BatchEntry]) -> Sequence[BatchEntry]:
-        """Place the heads of all ranks' prompts by their number of tokens, and distribute them."""
+        """Place the heads of all ranks' prompts by their number of tokens, and distribute them.
+
+        A prompt fails, and is not returned, if a rank has no memory for its part.
+        """
         shared = self._tell_documents(documents)
         if not shared:
             return []
@@ -123,17 +128,21 @@ class HeadGroup(Group):
         if self._merging is None:
             # A layer needs at least one head: a rank that owns none computes head 0 without rows, which gives zeros.
             heads = [sorted({int(head) for head in np.nonzero(own == ranks.rank)[1]}) or [0] for own in self.owners]
-        if self._shared_heads is None:
-            self._shared_heads = SharedHeads(self.loaded, ranks.rank, ranks.size, self._sum)
-        self._part = replace(self.loaded, model=self._shared_heads.choose(heads))
+        why_no_part = self._why_short(attempt(lambda: self._choose_part(heads)))
         own, running = iter(documents), list[BatchEntry]()
         for at, told in enumerate(shared):  # one at a time: the home drops its whole cache before the next one
             if told.home == ranks.rank:
                 entry = next(own)
             else:
                 entry = BatchEntry(Prefill(Partition((0, told.tokens)), None, None, 0.0), told.last_token)
-            entry.prefill.cache = self._distribute(at, told, entry.prefill.cache, heads)
-            running.append(entry)
+            cache, why = None, why_no_part
+            if why is None:
+                cache, why = self._distribute(at, told, entry.prefill.cache, heads)
+            if why is None:
+                entry.prefill.cache = cache
+                running.append(entry)
+            elif entry.writing is not None:
+                entry.writing.fail(f"not enough memory to distribute its heads over the ranks: {why}")
         return running
 
     def _tell_documents(self, documents: Sequence[BatchEntry]) -> list[SharedDocument]:
@@ -160,59 +169,86 @@ class HeadGroup(Group):
         whole = [[(at, *even_share(int(count), rank, size)) for at, count in enumerate(counts)] for _, counts in layers]
         return [[part for part in parts if part[1] < part[2] or rank == size - 1] for parts in whole]
 
+    def _choose_part(self, heads: Sequence[list[int]] | None) -> None:
+        """Select the part of the model that this rank computes; adjacent weights are not copied."""
+        if self._shared_heads is None:
+            self._shared_heads = SharedHeads(self.loaded, self.ranks.rank, self.ranks.size, self._sum)
+        self._part = replace(self.loaded, model=self._shared_heads.choose(heads))
+
+    def _why_short(self, found: object) -> str | None:
+        """Return which ranks ran out of memory, given this rank's result or `Failure`; None if none did."""
+        is_failed = isinstance(found, Failure)
+        if is_failed and self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._is_short.zero_()[self.ranks.rank] = is_failed
+        self.ranks.all_reduce(self._is_short)
+        short = self._is_short.nonzero().flatten().tolist()
+        return f"rank {', '.join(map(str, short))} of its chain ran out of memory" if short else None
+
     def _distribute(
         self, at: int, document: SharedDocument, cache: SliceCache | None, heads: Sequence[list[int]] | None
-    ) -> SliceCache:
-        """Send a document's rows from the cache of its home to their owners; return the cache of this rank's rows.
+    ) -> tuple[SliceCache | None, str | None]:
+        """Send a document's rows from the cache of its home to their owners, in a message per layer and owner.
 
-        Each owner receives one message with its heads' keys and values, layer by layer.
+        Returns the cache of this rank's rows; or why there is none, the same on all ranks: all memory is allocated
+        before the first message.
+        """
+        owned = [self._parts_of(at, rank) for rank in range(self.ranks.size)]
+        home, rank = document.home, self.ranks.rank
+        messages = [parts for other, parts in enumerate(owned) if other != home and rank in (home, other)]
+        reserved = attempt(lambda: self._reserve(document, owned[rank], heads, messages))
+        if (why := self._why_short(reserved)) is not None:
+            return None, why
+        assert not isinstance(reserved, Failure), "no rank ran out of memory"
+        stores, buffer = reserved
+        for idx, store in enumerate(stores):
+            shape, mine = self.loaded.shape.layers[idx], owned[rank][idx]
+            places = [store.own_rows(line, document.tokens) for line in range(len(store.lines))]
+            if cache is None:
+                if mine:
+                    message = buffer[: _elements(mine, shape)]
+                    self.ranks.irecv(message, home, FixedTag.SHARED_HEADS).wait()
+                    for place, rows in zip(places, _rows_in(message, mine, shape), strict=True):
+                        place[0].copy_(rows[0])
+                        place[1].copy_(rows[1])
+                continue
+            layer = cache.layers[idx]
+            for place, part in zip(places, mine, strict=True):
+                _copy_rows(layer, part, place)
+            for other, parts in enumerate(each[idx] for each in owned):
+                if other == rank or not parts:
+                    continue
+                message = buffer[: _elements(parts, shape)]
+                for place, part in zip(_rows_in(message, parts, shape), parts, strict=True):
+                    _copy_rows(layer, part, place)
+                self.ranks.isend(message, other, FixedTag.SHARED_HEADS).wait()
+        return make_decode_cache(self.loaded, stores, document.tokens, document.slack), None
+
+    def _reserve(
+        self,
+        document: SharedDocument,
+        mine: list[list[Cut]],
+        heads: Sequence[list[int]] | None,
+        messages: Sequence[list[list[Cut]]],
+    ) -> tuple[list[HeadStore], torch.Tensor]:
+        """Allocate this rank's rows of a document, and a buffer for the longest message.
+
+        mine, messages : what this rank owns, and what it sends or receives, by layer.
         """
         loaded, ranks = self.loaded, self.ranks
-        owned = [self._parts_of(at, rank) for rank in range(ranks.size)]
         # If all ranks compute all heads, the last one keeps new tokens.
         appends, stores = heads is not None or ranks.rank == ranks.size - 1, list[HeadStore]()
         slack = document.slack if appends else 0
-        for idx, (shape, parts) in enumerate(zip(loaded.shape.layers, owned[ranks.rank], strict=True)):
+        for idx, (shape, parts) in enumerate(zip(loaded.shape.layers, mine, strict=True)):
             computed = list(range(shape.num_kv_heads)) if heads is None else heads[idx]
             counts, held = [last - first for _, first, last in parts], [computed.index(head) for head, _, _ in parts]
             of_part, memory = replace(shape, num_kv_heads=len(computed)), (loaded.dtype, loaded.device, self._arena)
             stores.append(
                 HeadStore.reserve(of_part, counts, slack, document.tokens, *memory, heads=held, appends=appends)
             )
-        places = [
-            rows
-            for store in stores
-            for line in range(len(store.lines))
-            for rows in store.own_rows(line, document.tokens)
-        ]
-        if cache is not None:
-            self._send_rows(cache, owned, places)
-        elif places:
-            sizes = [place.numel() for place in places]
-            message = torch.empty(sum(sizes), dtype=loaded.dtype, device=loaded.device)
-            ranks.irecv(message, document.home, FixedTag.SHARED_HEADS).wait()
-            for place, part in zip(places, torch.split(message, sizes), strict=True):
-                place.copy_(part.view(place.shape))
-        return make_decode_cache(loaded, stores, document.tokens, document.slack)
-
-    def _send_rows(self, cache: SliceCache, owned: Sequence[list[list[Cut]]], places: Sequence[torch.Tensor]) -> None:
-        """Send every rank the rows it owns, and copy this rank's own to their places."""
-        requests = []
-        for rank, by_layer in enumerate(owned):
-            rows = [
-                held[first:last]
-                for layer, parts in zip(cache.layers, by_layer, strict=True)
-                for head, first, last in parts
-                for held in layer.store.head_rows(head, layer.length)
-            ]
-            if rank == self.ranks.rank:
-                for place, part in zip(places, rows, strict=True):
-                    place.copy_(part)
-            elif rows:
-                message = torch.cat([part.flatten() for part in rows])
-                requests.append(self.ranks.isend(message, rank, FixedTag.SHARED_HEADS))
-        for request in requests:
-            request.wait()
+        layers = loaded.shape.layers
+        sizes = [_elements(parts, shape) for sent in messages for parts, shape in zip(sent, layers, strict=True)]
+        return stores, torch.empty(max(sizes, default=0), dtype=loaded.dtype, device=loaded.device)
 
     def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run this rank's heads of each prompt.
@@ -223,17 +259,17 @@ class HeadGroup(Group):
         found = attempt(lambda: self._run(documents))
         if isinstance(found, Failure):
             self._play_on(len(documents))
-        self._is_short.zero_()[self.ranks.rank] = isinstance(found, Failure)
-        self.ranks.all_reduce(self._is_short)
-        if short := self._is_short.nonzero().flatten().tolist():
+        if (why := self._why_short(found)) is not None:
             if (cache := self._packs.get(tuple(documents))) is not None:
                 cache.take_back()
-            raise MemoryError(f"rank {', '.join(map(str, short))} of its chain ran out of memory")
+            raise MemoryError(why)
         assert not isinstance(found, Failure), "it succeeded"
         self.ranks.all_reduce(found)  # each element is zero on all ranks but one
         if not self._is_greedy:
             return found
-        return found[found[..., 0].argmax(0), torch.arange(len(documents), device=found.device), 1].long()
+        ranks = found[..., 0].argmax(0)  # that of NaN, if there is one
+        largest, tokens = found[ranks, torch.arange(len(documents), device=found.device)].unbind(-1)
+        return tokens.long().where(largest.isfinite(), NOT_FINITE)
 
     def choose(self, documents: Sequence[BatchEntry], logits: torch.Tensor) -> list[int]:
         """Choose the next token of each prompt from the result of `run`."""
@@ -285,6 +321,31 @@ class HeadGroup(Group):
         found = torch.zeros(len(logits), self.loaded.model.lm_head.out_features, device=logits.device)
         found[:, self._share[0] : self._share[1]] = logits
         return found
+
+
+def _elements(parts: Sequence[Cut], shape: LayerShape) -> int:
+    """Return the size of a message with these rows of a layer."""
+    return sum(last - first for _, first, last in parts) * (shape.key_dim + shape.value_dim)
+
+
+def _rows_in(message: torch.Tensor, parts: Sequence[Cut], shape: LayerShape) -> list[Pair]:
+    """View a message (elements,) as the keys and values (rows, dim) of some parts of a layer's heads."""
+    rows = [last - first for _, first, last in parts]
+    pieces = iter(torch.split(message, [count * dim for count in rows for dim in (shape.key_dim, shape.value_dim)]))
+    return [(next(pieces).view(count, shape.key_dim), next(pieces).view(count, shape.value_dim)) for count in rows]
+
+
+def _copy_rows(layer: SliceLayer, part: Cut, to: Pair) -> None:
+    """Copy a part of a head's keys and values to a place of that size, without other memory."""
+    head, first, last = part
+    begin = 0
+    assert layer.store is not None, "the home holds all rows"
+    for piece in layer.store.head_pieces(head, layer.length):
+        stop = begin + len(piece[0])
+        if (low := max(first, begin)) < (high := min(last, stop)):
+            for place, rows in zip(to, piece, strict=True):
+                place[low - first : high - first].copy_(rows[low - begin : high - begin])
+        begin = stop
 
 
 def why_not_head_parallel(loaded: LoadedModel) -> str | None:

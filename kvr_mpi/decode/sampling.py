@@ -6,9 +6,10 @@ logits of all documents at once; a `DecodeSequence` makes one document's answer 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,11 @@ from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.generation import SAMPLING, sampling_settings
 from kvr_mpi.errors import ConfigError, KvrError
+from kvr_mpi.prefill.failure import is_out_of_memory
+from kvr_mpi.prefill.finite import NOT_FINITE, explain_not_finite, likeliest
+
+# Like `NOT_FINITE`, if the logits are finite, but not what the sampling settings make of them.
+NOTHING_TO_CHOOSE = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class SamplingParams:
     grammars : of the model.
     top_logprobs : number of top tokens whose log-probabilities are kept; None: none, not even for the answer's tokens.
     json_schema : JSON schema that the answer follows, as text, or None.
+    in_group : a tensor-parallel group of ranks chooses the same tokens.
     """
 
     model: Any
@@ -79,6 +86,7 @@ class SamplingParams:
     grammars: Grammars
     top_logprobs: int | None = None
     json_schema: str | None = None
+    in_group: bool = False
 
     def __post_init__(self) -> None:
         self.ends = ends_of(self.config)
@@ -114,6 +122,13 @@ class SamplingParams:
             f"combined with a JSON schema: it would end or change an answer where the schema does not"
         )
 
+    @property
+    def settings(self) -> str:
+        """What changes probabilities, as shown to users."""
+        given = self.config.to_diff_dict()
+        names = [name for name in (*SAMPLING, "repetition_penalty", "no_repeat_ngram_size") if given.get(name)]
+        return ", ".join(f"{name} = {given[name]!r}" for name in names) or "its generation settings"
+
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:
         """Make the logits processors of one document; some of them are stateful."""
         # Private, but generate() calls it, too; it makes all logits processors that a configuration asks for.
@@ -143,30 +158,52 @@ class DecodeSequence:
         self, rules: SamplingParams, prompt_ids: Sequence[int], seed: int, device: torch.device, samples: int = 1
     ) -> None:
         self._rules, self._prompt_tokens, self._seed, self._samples = rules, len(prompt_ids), seed, samples
-        self._ids = torch.empty(1, len(prompt_ids) + rules.max_new_tokens, dtype=torch.long, device=device)
-        self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
+        self._device = device
         self._done: list[Answer] = []
+        self.token_ids: list[int] = []
         self.error: str | None = None
+        self.finish_reason: str | None = None
         self.scores: tuple[Score, ...] = ()
-        self._begin(seed)
+        with self._failing_alone():
+            self._ids = torch.empty(1, len(prompt_ids) + rules.max_new_tokens, dtype=torch.long, device=device)
+            self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
+            self._begin(seed)
 
     def _begin(self, seed: int) -> None:
-        rules, device, self._began = self._rules, self._ids.device, time.perf_counter()
-        self._processors = rules.processors(self._prompt_tokens, device)
-        self._generator = torch.Generator(device=device).manual_seed(seed) if rules.config.do_sample else None
+        rules, self._began = self._rules, time.perf_counter()
+        self._processors = rules.processors(self._prompt_tokens, self._device)
+        self._generator = torch.Generator(device=self._device).manual_seed(seed) if rules.config.do_sample else None
         self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None if rules.max_new_tokens else "length"
+        self.token_ids = []
+        self.finish_reason = None if rules.max_new_tokens else "length"
+
+    @contextlib.contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Turn an exception in the block into the error of this answer; the batch continues."""
+        try:
+            yield
+        except torch.AcceleratorError:  # after which a GPU computes nothing more
+            raise
+        except Exception as error:
+            if self._rules.in_group and is_out_of_memory(error):  # the other ranks of the group would go on
+                raise
+            why = str(error)
+            if not isinstance(error, KvrError):
+                what = "not enough memory" if is_out_of_memory(error) else "an error"
+                why = f"{what} while choosing its tokens with {self._rules.settings}: {type(error).__name__}: {why}"
+            self.fail(why)
 
     def begin_next(self, logits: torch.Tensor | None) -> bool:
         """Keep the finished answer, and begin the next one from the prompt's logits; return whether there is one."""
-        self._done.append(self._finished())
-        if len(self._done) == self._samples:
-            return False
-        name = f"{self._seed} sample {len(self._done)}"
-        self._begin(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
-        self.write_first(logits)
-        return True
+        with self._failing_alone():
+            self._done.append(self._finished())
+            if len(self._done) == self._samples:
+                return False
+            name = f"{self._seed} sample {len(self._done)}"
+            self._begin(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+            self.write_first(logits)
+            return True
+        return False
 
     @property
     def room(self) -> int:
@@ -184,21 +221,26 @@ class DecodeSequence:
         return self._ids[0, : self._prompt_tokens + len(self.token_ids)]
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose the next token from logits (vocab_size,); it stays on the device, so that many are copied at once."""
-        if self._trace is not None:
-            self._trace.see(logits)
-        if self._processors:
-            try:
+        """Choose the next token from logits (vocab_size,); it stays on the device, so that many are copied at once.
+
+        The result is `NOTHING_TO_CHOOSE` if the settings leave no probability that is finite.
+        """
+        with self._failing_alone():
+            if self._trace is not None:
+                self._trace.see(logits)
+            if self._processors:
                 logits = self._processors(self.ids.unsqueeze(0), logits.unsqueeze(0))[0]
-            except KvrError as error:  # only this answer fails
-                self.fail(str(error))
-        if self._generator is None:
-            return logits.argmax()
-        return torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self._generator)[0]
+            if self._generator is None:
+                return likeliest(logits, NOTHING_TO_CHOOSE)
+            probabilities = torch.softmax(logits, dim=-1)
+            is_usable = probabilities.sum().isfinite()  # after sampling from NaN, a GPU would compute nothing more
+            chosen = torch.multinomial(probabilities.where(is_usable, 1.0), 1, generator=self._generator)[0]
+            return chosen.where(is_usable, NOTHING_TO_CHOOSE)
+        return likeliest(logits)
 
     def write_first(self, logits: torch.Tensor | None) -> None:
         """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
-        if self.finish_reason is None and logits is not None:
+        if self.error is None and self.finish_reason is None and logits is not None:
             self.write(int(self.choose(logits.clone())))  # a copy: other samples begin with the same logits
 
     def fail(self, why: str) -> None:
@@ -210,9 +252,21 @@ class DecodeSequence:
         rules = self._rules
         if self.error is not None:
             return
-        if token in rules.ends:
+        if token == NOT_FINITE:
+            self.fail(explain_not_finite(rules.model.dtype))
+        elif token == NOTHING_TO_CHOOSE:
+            self.fail(
+                f"no token can be chosen with {rules.settings}: with these the probabilities are not finite; expected "
+                f"a temperature of about 0.01 to 100, or 0 for the likeliest tokens"
+            )
+        elif token in rules.ends:
             self.finish_reason = "stop"
-            return
+        else:
+            with self._failing_alone():
+                self._append(token)
+
+    def _append(self, token: int) -> None:
+        rules = self._rules
         if self._trace is not None:
             self._trace.write(token)
         self.token_ids.append(token)

@@ -190,15 +190,18 @@ class HeadStore:
                 else:
                     torch.index_select(rows, 0, kept[at].to(rows.device), out=place)
 
+    def head_pieces(self, at: int, length: int) -> list[Pair]:
+        """Keys and values of one held head, shared rows first, as views (rows, dim), for a document of `length`."""
+        return [*((each.keys[at], each.values[at]) for each in self.shared), self.own_rows(at, length)]
+
     def head_rows(self, at: int, length: int) -> Pair:
         """Keys and values of one held head (rows, dim), for a document of `length` tokens.
 
         They are views unless rows are shared.
         """
-        own = self.own_rows(at, length)
-        if not self.shared:
-            return own
-        pieces = [*((each.keys[at], each.values[at]) for each in self.shared), own]
+        pieces = self.head_pieces(at, length)
+        if len(pieces) == 1:
+            return pieces[0]
         return torch.cat([keys for keys, _ in pieces]), torch.cat([values for _, values in pieces])
 
     def pieces(self, first: int, last: int) -> list[Pair]:

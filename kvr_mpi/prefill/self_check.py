@@ -7,7 +7,7 @@ at every prefill).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,8 +20,9 @@ from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.kernels import forget_kernels
 from kvr_mpi.model.rope import begins_anew_at, check_rotary
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import Continuation, continued, differences, error_share, why_not_the_same
+from kvr_mpi.prefill.exactness import Continuation, Reference, Tensors, continued
 from kvr_mpi.prefill.failure import FAILURES
+from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
 from kvr_mpi.prefill.stored_shares import run_shares
@@ -36,6 +37,9 @@ MOST_FLOP = {"cpu": 2e12, "cuda": 2e14}
 RUNS = 7
 # Decoded after the prompt.
 NEXT_TOKEN = 5
+DECODED = "logits of a decoded token"
+# Lengths of two documents that run together.
+PACKED_TOKENS = 7, 4
 
 
 def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
@@ -54,21 +58,25 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     if loaded.shape.why_single is not None:
         raise ModelError(f"{loaded.shape.architecture}: {loaded.shape.why_single}; use strategy = 'single' for it")
     count = _tokens_for(loaded)
-    ids = loaded.shape.sample_ids(count)
-    truth = check_plain(loaded, ids)
+    truth = Reference(loaded, count, lambda ids: check_plain(loaded, ids).results)
+    if not truth.is_finite():
+        raise ModelError(
+            f"{loaded.shape.architecture}: on {count} tokens of plain transformers, {explain_not_finite(loaded.dtype)}"
+        )
     why = loaded.shape.why_whole
     if why is None and loaded.attends_in_parts:
         try:
-            return _check_in_parts(loaded, ids, truth)
+            return _check_in_parts(loaded, count, truth)
         except ModelError as error:
             why = str(error)
     loaded = replace(loaded, attends_in_parts=False, cuts_last_layer=False)
     prepare_model(loaded.model, chain=True, in_parts=False)
     try:
         thirds, halves = Partition((0, 1, count - 1, count)), Partition((0, count // 2, count))
-        _compare_all(loaded, ids, [thirds, halves], truth)
+        _compare_all(loaded, [thirds, halves], truth)
     except ModelError as error:
-        raise ModelError(_why_refused(loaded, ids, why, str(error))) from error
+        raise ModelError(_why_refused(loaded, count, why, str(error))) from error
+    prepare_model(loaded.model, chain=True, in_parts=False)
     if say is not None:
         say(
             f"{loaded.shape.architecture}: using the model's own attention over the whole prefix of a layer, since it "
@@ -96,29 +104,29 @@ def check_plain(loaded: LoadedModel, ids: Sequence[int] = ()) -> Continuation:
         ) from error
 
 
-def _check_in_parts(loaded: LoadedModel, ids: Sequence[int], truth: Continuation) -> LoadedModel:
+def _check_in_parts(loaded: LoadedModel, tokens: int, truth: Reference) -> LoadedModel:
     """Check chains that replace the model's attention, with the last layer cut if the model supports it."""
     prepare_model(loaded.model, chain=True)
-    tokens = len(ids)
-    _compare_all(loaded, ids, [Partition((0, 1, tokens - 1, tokens))], truth)
+    _compare_all(loaded, [Partition((0, 1, tokens - 1, tokens))], truth)
     halves = Partition((0, tokens // 2, tokens))
     try:
-        _compare(loaded, ids, halves, truth)
+        _compare(loaded, halves, truth)
     except ModelError:
         loaded = replace(loaded, cuts_last_layer=False)
-        _compare(loaded, ids, halves, truth)
+        _compare(loaded, halves, truth)
+    prepare_model(loaded.model, chain=True)
     return loaded
 
 
-def _compare_all(loaded: LoadedModel, ids: Sequence[int], partitions: Sequence[Partition], truth: Continuation) -> None:
+def _compare_all(loaded: LoadedModel, partitions: Sequence[Partition], truth: Reference) -> None:
     """Compare some partitions; if one differs, compare all again without our kernels."""
     try:
         for partition in partitions:
-            _compare(loaded, ids, partition, truth)
+            _compare(loaded, partition, truth)
     except ModelError:
         if not forget_kernels(loaded.model):
             raise
-        _compare_all(loaded, ids, partitions, truth)
+        _compare_all(loaded, partitions, truth)
 
 
 def _tokens_for(loaded: LoadedModel) -> int:
@@ -131,10 +139,10 @@ def _tokens_for(loaded: LoadedModel) -> int:
     return min(tokens, loaded.shape.max_tokens or tokens)
 
 
-def _why_refused(loaded: LoadedModel, ids: Sequence[int], why_parts: str | None, why_whole: str) -> str:
+def _why_refused(loaded: LoadedModel, tokens: int, why_parts: str | None, why_whole: str) -> str:
     """Explain why a model does not run in either way, and whether transformers itself supports it."""
     name = loaded.shape.architecture
-    if not _goes_on_from_cache(loaded, ids):
+    if not _goes_on_from_cache(loaded, tokens):
         return (
             f"{name}: transformers' own code cannot continue from its cache with several tokens, so no rank can "
             f"continue from another; use strategy = 'single' for it"
@@ -146,33 +154,40 @@ def _why_refused(loaded: LoadedModel, ids: Sequence[int], why_parts: str | None,
 
 
 @torch.inference_mode()
-def _goes_on_from_cache(loaded: LoadedModel, ids: Sequence[int]) -> bool:
+def _goes_on_from_cache(loaded: LoadedModel, tokens: int) -> bool:
     """Whether plain transformers gives the same logits for a prompt in two pieces as for the whole."""
     prepare_model(loaded.model, chain=False)
-    truth, cut = prefill_single(loaded.model, ids, loaded.device).logits, len(ids) // 2
 
-    def run() -> Iterator[tuple[str, float]]:
-        cache = plain_cache(loaded.model)
+    def in_pieces(ids: Sequence[int]) -> Tensors:
+        cache, cut = plain_cache(loaded.model), tokens // 2
         run_model(loaded.model, torch.tensor([ids[:cut]], device=loaded.device), cache)
-        found = run_model(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)[0]
-        yield "the logits", error_share(found, truth)
+        return _logits(run_model(loaded.model, torch.tensor([ids[cut:]], device=loaded.device), cache)[0])
 
-    return why_not_the_same(loaded, run) is None
+    def whole(ids: Sequence[int]) -> Tensors:
+        return _logits(prefill_single(loaded.model, ids, loaded.device).logits)
+
+    return Reference(loaded, tokens, whole).why_not(in_pieces) is None
 
 
-def _compare(loaded: LoadedModel, ids: Sequence[int], partition: Partition, truth: Continuation) -> None:
+def _compare(loaded: LoadedModel, partition: Partition, truth: Reference) -> None:
     """Run a chain of threads; raise `ModelError` unless its logits, keys and values agree with the reference."""
 
-    def run() -> Iterator[tuple[str, float]]:
+    def run(ids: Sequence[int]) -> Tensors:
+        prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
         prefill = run_local(
             partition.size,
             lambda rank: prefill_kvr(loaded, ids, partition, rank, keeps_all=True, reserve_tokens=1),
             loaded.device,
         )[-1]
-        return differences(_follow(loaded, prefill), truth)
+        return _follow(loaded, prefill).results
 
-    if why := why_not_the_same(loaded, run):
-        raise ModelError(f"on {len(ids)} tokens of a chain of {partition.size}, {why}")
+    if why := truth.why_not(run):
+        raise ModelError(f"on {partition.tokens} tokens of a chain of {partition.size}, {why}")
+
+
+def _logits(*found: torch.Tensor | None) -> Tensors:
+    """Return logits as they are compared."""
+    return {f"the logits of prompt {at}": each.cpu() for at, each in enumerate(found) if each is not None}
 
 
 def _follow(loaded: LoadedModel, prefill: Prefill) -> Continuation:
@@ -186,16 +201,20 @@ def check_chunks(loaded: LoadedModel) -> None:
     Raises `ModelError` if the model does not support chunks, or the logits differ.
     """
     tokens = min(LEAST_TOKENS, loaded.shape.max_tokens or LEAST_TOKENS)
-    ids, cut = loaded.shape.sample_ids(tokens), Partition.even(tokens, 3)
+    cut = Partition.even(tokens, 3)
 
-    def run() -> Iterator[tuple[str, float]]:
+    def in_chunks(ids: Sequence[int]) -> Tensors:
         ranks = run_local(
             3, lambda rank: prefill_kvr(loaded, ids, cut, rank, chunk_tokens=CHECKED_CHUNK), loaded.device
         )
-        yield "the logits of a chain in chunks", error_share(ranks[-1].logits, prefill_whole(loaded, ids).logits)
+        return _logits(ranks[-1].logits)
 
-    if why := why_not_the_same(loaded, run, "those of one rank"):
-        raise ModelError(f"{loaded.shape.architecture}: on {tokens} tokens {why}; leave parallel.chunk_tokens out")
+    whole = Reference(loaded, tokens, lambda ids: _logits(prefill_whole(loaded, ids).logits))
+    if why := whole.why_not(in_chunks, "those of one rank"):
+        raise ModelError(
+            f"{loaded.shape.architecture}: in chunks of {CHECKED_CHUNK} of {tokens} tokens, {why}; leave "
+            f"parallel.chunk_tokens out"
+        )
 
 
 def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | None:
@@ -207,21 +226,28 @@ def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | Non
     """
     if reason := why_never_packed(loaded):
         return reason
-    prompts = [loaded.shape.sample_ids(many, first=11 * (many + 1)) for many in (7, 4)]
 
     @torch.inference_mode()
-    def run() -> Iterator[tuple[str, float]]:
-        alone = [prefill_whole(loaded, ids, reserve_tokens=1) for ids in prompts]
-        together = prefill_packed(loaded, prompts, reserve_tokens=1, arena=arena)
-        founds = [each.logits for each in together]
-        founds += decode_packed(loaded, DecodeCache([each.cache for each in together]), [NEXT_TOKEN] * 2)
-        truths = [each.logits for each in alone]
+    def alone(ids: Sequence[int]) -> Tensors:
         token = torch.tensor([[NEXT_TOKEN]], device=loaded.device)
-        truths += [run_model(loaded.model, token, each.cache)[0] for each in alone]
-        return (("two small documents together", error_share(*pair)) for pair in zip(founds, truths, strict=True))
+        found = [prefill_whole(loaded, prompt, reserve_tokens=1) for prompt in _cut(ids)]
+        steps = [run_model(loaded.model, token, each.cache)[0] for each in found]
+        return _logits(*(each.logits for each in found), *steps)
 
-    why = why_not_the_same(loaded, run, "each alone")
-    return why and f"{loaded.shape.architecture} does not run packed: {why}"
+    @torch.inference_mode()
+    def together(ids: Sequence[int]) -> Tensors:
+        found = prefill_packed(loaded, _cut(ids), reserve_tokens=1, arena=arena)
+        steps = decode_packed(loaded, DecodeCache([each.cache for each in found]), [NEXT_TOKEN] * len(found))
+        return _logits(*(each.logits for each in found), *steps)
+
+    why = Reference(loaded, sum(PACKED_TOKENS), alone).why_not(together, "each alone")
+    return why and f"{loaded.shape.architecture} does not run packed: of two small documents together, {why}"
+
+
+def _cut(ids: Sequence[int]) -> list[Sequence[int]]:
+    """Cut ids into the prompts of `why_not_packed`."""
+    first = PACKED_TOKENS[0]
+    return [ids[:first], ids[first:]]
 
 
 def check_spread(loaded: LoadedModel) -> None:
@@ -232,22 +258,25 @@ def check_spread(loaded: LoadedModel) -> None:
 
     Raises `ConfigError` if it cannot.
     """
-    ids, token = loaded.shape.sample_ids(LEAST_TOKENS), loaded.shape.sample_ids(1, first=NEXT_TOKEN)
+    token = loaded.shape.sample_ids(1, first=NEXT_TOKEN)
 
-    def decode(rank: Transport) -> torch.Tensor:
+    def decode(rank: Transport, ids: Sequence[int]) -> torch.Tensor:
         halves = Partition.even(len(ids), rank.size)
         share = prefill_kvr(loaded, ids, halves, rank, reserve_tokens=1, is_spread=True).share
         assert share is not None, "its keys and values stay spread over the ranks"
         return run_shares(loaded, [share], [token], rank)
 
-    def run() -> Iterator[tuple[str, float]]:
-        alone = prefill_whole(loaded, ids, reserve_tokens=1)
-        truth, found = _follow(loaded, alone).steps[0], run_local(2, decode, loaded.device)[-1]
-        yield "logits of a decoded token", error_share(found[0].cpu(), truth)
+    def spread(ids: Sequence[int]) -> Tensors:
+        return {DECODED: run_local(2, lambda rank: decode(rank, ids), loaded.device)[-1][0].cpu()}
+
+    def alone(ids: Sequence[int]) -> Tensors:
+        return {DECODED: _follow(loaded, prefill_whole(loaded, ids, reserve_tokens=1)).steps[0]}
 
     why: str | None = "its rotary embedding changes at some length, and the whole cache is then computed again"
     if begins_anew_at(loaded.model) is None:
-        why = why_never_packed(loaded) or why_not_the_same(loaded, run, "those of one rank")
+        why = why_never_packed(loaded)
+    if why is None:
+        why = Reference(loaded, LEAST_TOKENS, alone).why_not(spread, "those of one rank")
     if why is not None:
         raise ConfigError(
             f"keys and values of {loaded.shape.architecture} cannot be spread over ranks: {why}. Leave output.kv = "

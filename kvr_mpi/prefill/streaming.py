@@ -7,7 +7,7 @@ models it is StreamingLLM's approximation, which a job has to ask for by name (`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import cut_range
-from kvr_mpi.prefill.exactness import error_share, why_not_the_same
+from kvr_mpi.prefill.exactness import Reference, Tensors
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_alone, prefill_whole
 
 # Tokens of the check before a job, and of each of its steps.
@@ -72,18 +72,16 @@ def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:
     tokens = min(CHECKED_TOKENS, loaded.shape.max_tokens or CHECKED_TOKENS)
     whole = replace(rolling, cache_tokens=max(rolling.cache_tokens, tokens), step_tokens=CHECKED_STEP)
     drops = Rolling(CHECKED_CACHE, CHECKED_STEP, CHECKED_SINKS)
-    ids = loaded.shape.sample_ids(tokens)
+    names = "the logits of a rolling cache that holds all", f"the logits in steps of {CHECKED_STEP} instead of 1"
 
-    def run() -> Iterator[tuple[str, float]]:
-        found, dropping, one_by_one = (
-            _run_steps(loaded, ids, tried)[1] for tried in (whole, drops, replace(drops, step_tokens=1))
-        )
-        truth = prefill_whole(loaded, ids).logits
-        yield "the logits of a rolling cache that holds all", error_share(found, truth)
-        yield (
-            f"the logits of a rolling cache in steps of {CHECKED_STEP} instead of 1",
-            error_share(dropping, one_by_one),
-        )
+    def expected(ids: Sequence[int]) -> Tensors:
+        one_by_one = _run_steps(loaded, ids, replace(drops, step_tokens=1))[1]
+        logits = prefill_whole(loaded, ids).logits
+        assert logits is not None, "of the only rank"
+        return dict(zip(names, (logits.cpu(), one_by_one.cpu()), strict=True))
 
-    if why := why_not_the_same(loaded, run, "the expected ones"):
+    def run(ids: Sequence[int]) -> Tensors:
+        return dict(zip(names, (_run_steps(loaded, ids, tried)[1].cpu() for tried in (whole, drops)), strict=True))
+
+    if why := Reference(loaded, tokens, expected).why_not(run, "the expected ones"):
         raise ModelError(f"{name} does not run a few tokens at a time: on {tokens} tokens {why}")

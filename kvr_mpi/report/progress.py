@@ -129,6 +129,10 @@ class Progress:
         else:
             self._bar.update(self._task, description=told)
 
+    def line(self, text: str) -> None:
+        """Log a line, above the bar if there is one."""
+        self._tell(text, self._times())
+
     def _tell(self, what: str, times: str) -> None:
         if self._bar is not None:
             self._bar.console.print(printable(what), markup=False, highlight=False)

@@ -234,7 +234,9 @@ def work_through(
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.trace.recorder)
-            leader = Leader(Planner(runner, say), queue, context) if everyone.rank == 0 else None
+            leader = None
+            if everyone.rank == 0:
+                leader = Leader(Planner(runner, say, shares_heads=choice.mode == "head-parallel"), queue, context)
             ChainWorker(runner, leader, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
     context.trace.tell("decoding", counted(context.decoder.running, "answer"))

@@ -33,7 +33,7 @@ class Decoder:
 
     def __init__(self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group | None = None) -> None:
         self._setup, self._sink, self._stop, self._trace = setup, sink, stop, trace
-        self._batch, self._kernels = setup.open_decode_batch(group), setup.kernels
+        self._batch, self._kernels = setup.open_decode_batch(group, sink.say), setup.kernels
         self._group_size = setup.spec.parallel.tensor_parallel
         self._parts: list[tuple[str, Record]] = []
 

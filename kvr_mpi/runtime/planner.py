@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates, equal_time
+from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, Say, counted
 from kvr_mpi.kv.arena import PAGE_ROWS
 from kvr_mpi.kv.prefix import SharedPrefix
@@ -26,14 +27,20 @@ LEAST_SLICE_TOKENS = 64  # shorter slices are not worth a rank
 
 
 class Planner:
-    """Plans the prompts of one chain; only its leader has one, the other ranks receive plans."""
+    """Plans the prompts of one chain; only its leader has one, the other ranks receive plans.
 
-    def __init__(self, runner: ChainRunner, say: Say) -> None:
+    shares_heads : the ranks of the chain decode all their prompts together.
+    """
+
+    def __init__(self, runner: ChainRunner, say: Say, *, shares_heads: bool = False) -> None:
         setup, size = runner.setup, runner.chain.size
         self.first_rank, self.size = runner.first_rank, size
         self._runner, self._setup, self._spec, self._say, self._has_warned = runner, setup, setup.spec, say, False
         self._ranks = slice(self.first_rank, self.first_rank + size)
         self._free_bytes, self._rates = setup.free_bytes[self._ranks], setup.rates[self._ranks]
+        self._efficiency: float | None = None  # of sharing heads
+        if shares_heads and isinstance(setup.sharing, HeadSharing):
+            self._efficiency = setup.sharing.efficiency(size)
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
@@ -69,6 +76,20 @@ class Planner:
             not need or need + held + (spare if held else 0) <= free
             for need, held, free in zip(plan.needs, held_bytes, self._free_bytes, strict=True)
         )
+
+    def fits_shared(self, held_bytes: Sequence[int], largest: int) -> bool:
+        """Whether the rows of all prompts can be distributed if ranks share heads to decode them; else True.
+
+        Ranks then hold their part of all prompts, and while prompts are distributed one by one, up to another prompt.
+
+        held_bytes : of all prompts on each rank, before that.
+        largest : bytes of the largest prompt.
+        """
+        if self._efficiency is None:
+            return True
+        share = sum(held_bytes) / self.size / self._efficiency
+        pairs = zip(held_bytes, self._free_bytes, strict=True)
+        return all(max(held, share) + largest <= free for held, free in pairs)
 
     def cut(self, tokens: int, known: int, decode_rank: int) -> Partition:
         """Cut a prompt by the job's table, into slices of equal time by the ranks' rates, or evenly.

@@ -48,6 +48,11 @@ class ResultSink:
         if self._tells:
             self._progress.decoding(answers, tokens, token_s, stopping)
 
+    def say(self, line: str) -> None:
+        """Log a line about this rank."""
+        if self._tells:
+            self._progress.line(line)
+
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
         """Store an answer, with keys and values if the job stores them, and report it."""
         layers: Layers = []

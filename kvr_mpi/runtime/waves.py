@@ -51,7 +51,7 @@ class WaveScheduler:
         self._planner, self._max_sequences = planner, max_sequences
         self._waiting: deque[Prompt] = deque()
         self.held = [Held()] * planner.size
-        self._begun = 0
+        self._begun, self._largest = 0, 0  # prompts, and bytes of the largest in this wave
 
     @property
     def has_waiting(self) -> bool:
@@ -60,7 +60,7 @@ class WaveScheduler:
 
     def begin_wave(self, held: Iterable[Held]) -> None:
         """Begin a wave, given the memory in use on each rank."""
-        self.held = list(held)
+        self.held, self._largest = list(held), 0
 
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Append the prompts of a document."""
@@ -83,8 +83,11 @@ class WaveScheduler:
         fits = self.held[plan.decode_rank].sequences < self._max_sequences and self._planner.fits_beside(
             plan, [held.bytes for held in self.held]
         )
-        if holds_any and not fits:
+        largest = max([self._largest, *plan.kept.values()])
+        together = [held.bytes + plan.kept.get(rank, 0) for rank, held in enumerate(self.held)]
+        if holds_any and not (fits and self._planner.fits_shared(together, largest)):
             return Next.DECODE
+        self._largest = largest
         self._waiting.popleft()
         self._begun += 1
         for rank, size in plan.kept.items():

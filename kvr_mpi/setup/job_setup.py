@@ -18,6 +18,7 @@ from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.documents.chat import is_dated
 from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, PromptText
+from kvr_mpi.errors import Say
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.attention import name_attention
@@ -132,7 +133,7 @@ class JobSetup:
         """Return what compression keeps of a prompt; None if all of it."""
         return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
 
-    def open_decode_batch(self, group: Group | None = None) -> DecodeBatch:
+    def open_decode_batch(self, group: Group | None = None, say: Say = lambda line: None) -> DecodeBatch:
         """Create the decode batch, for a group of ranks or this rank alone."""
         generation = self.spec.generation
         return DecodeBatch(
@@ -141,6 +142,7 @@ class JobSetup:
             stop=generation.stop,
             max_new_tokens=generation.max_new_tokens,
             group=group or Group(self.loaded, why_alone=self.why_alone),
+            say=say,
         )
 
     def forecast(self) -> Forecast:

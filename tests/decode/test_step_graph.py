@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -117,3 +119,37 @@ def test_other_documents_in_the_same_slots_read_their_own_pages(
             assert list(found[len(ids)].answer.token_ids) == greedy(loaded.model, alone(loaded, ids, 8), 8)
         made.append(len(graphs))
     assert made == [1, 2, 2, 3, 3, 4]
+
+
+def test_answered_documents_are_not_kept_by_recorded_steps(graphs: list[Recording]) -> None:
+    loaded, caches = ready("llama-gqa"), list[Any]()
+    arena, batch = arena_of(loaded, 64), batch_of(loaded, 12)
+    for tokens in (300, 250):
+        (prefill,) = prefill_packed(loaded, [other_prompt(tokens)], reserve_tokens=12, arena=arena)
+        caches.append(weakref.ref(prefill.cache))
+        batch.add(tokens, prefill, other_prompt(tokens), 0)
+        del prefill
+    found = {one.key: len(one.answer.token_ids) for one in finish(batch).values() if one.answer is not None}
+    gc.collect()
+    arena.collect()
+    assert found == {300: 12, 250: 12} and graphs and graphs[0].replays
+    assert not any(cache() for cache in caches) and not arena.extents
+
+
+def test_a_document_that_is_not_finite_stops_no_recording(
+    graphs: list[Recording], recorders: list[StepRecorder]
+) -> None:
+    """It fails alone, also in a step in which the recording is compared."""
+    loaded = ready("llama-gqa")
+    arena, batch = arena_of(loaded, 64), batch_of(loaded, 12)
+    for tokens in (30, 25):
+        (prefill,) = prefill_packed(loaded, [other_prompt(tokens)], reserve_tokens=12, arena=arena)
+        batch.add(tokens, prefill, other_prompt(tokens), 0)
+    while not graphs:
+        assert not batch.step()
+    with torch.inference_mode():
+        batch.prefills[0].cache.layers[1].store.runs[0].values[:, :30] = float("nan")
+    found = finish(batch)
+    assert "not finite" in str(found[30].error)
+    assert found[25].answer is not None and len(found[25].answer.token_ids) == 12
+    assert recorders[-1].why_not is None

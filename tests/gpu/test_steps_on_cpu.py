@@ -79,7 +79,7 @@ def test_a_step_runs_through(
     for one in (gpu_ranks, gpu_jobs, gpu_speed):
         monkeypatch.setattr(one, "launch", launch)
     monkeypatch.setattr(gpu_correctness, "model_of", lambda given: str(model))
-    monkeypatch.setattr("kvr_mpi.prefill.verify.NEW_TOKENS", 2)
+    monkeypatch.setattr("kvr_mpi.setup.verify.NEW_TOKENS", 2)
     given = Given(str(model), str(tmp_path), device="cpu", is_small=True)
     module, _, function = step.work.partition(":")
     work = getattr(importlib.import_module(module), function)

@@ -56,6 +56,9 @@ class Ranks:
             raise DocumentError(f"{request.bytes} bytes")
         return Planned(request, decode_rank, {decode_rank: request.bytes} if self.decodes else {})
 
+    def fits_shared(self, held_bytes: Sequence[int], largest: int) -> bool:
+        return True
+
     def fits_beside(self, plan: Planned, held_bytes: Sequence[int]) -> bool:
         return all(
             self.needs(plan.request, plan.decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes)
