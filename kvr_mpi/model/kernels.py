@@ -54,6 +54,12 @@ def give_kernel(module: torch.nn.Module, kernel: Kernel) -> None:
     _KERNELS[module] = kernel
 
 
+def is_plain_linear(module: torch.nn.Module) -> bool:
+    """Whether a module is a linear layer that computes with its weights as they are, unlike quantised layers."""
+    own = vars(module).get(FORWARD_SLOT)
+    return type(module) is torch.nn.Linear and (own is None or own is _KERNELS.get(module))
+
+
 def kernels_of(model: torch.nn.Module) -> dict[str, Kernel]:
     """Return the kernels of a model's modules by module name."""
     return {name: _KERNELS[module] for name, module in model.named_modules() if module in _KERNELS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ OTHERS = {"hf_quant_config.json": "NVIDIA ModelOpt", "quantize_config.json": "Au
 # Types of safetensors whose numbers are the weights, and tensors of integers that are no weights: masks and positions
 # that old models store, and DeepSeek-V4's table of experts.
 PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "C64"}
+FP8 = {"F8_E4M3", "F8_E5M2"}
 _NO_WEIGHTS = re.compile(r"(position_ids|token_type_ids|num_batches_tracked|(attn|attention)\.(masked_)?bias|tid2eid)$")
 
 
@@ -60,27 +61,38 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_types(folder: Path, config: Any) -> None:
-    """Raise a `ModelError` if weights are quantised, but the configuration does not say how."""
-    if quantization_of(config) is not None:
-        return
+    """Raise a `ModelError` if weights are quantised, but the configuration or the files do not say how."""
     types = dict(tensor_types(folder))
-    found = [
-        f"{name} of type {kind}" for name, kind in types.items() if kind not in PLAIN and not _NO_WEIGHTS.search(name)
-    ]
-    if not found:
+    if quantization_of(config) is not None:
+        _check_scales(types)
         return
-    other = next(
-        (
-            f", but {file}, of {program}, which transformers does not read"
-            for file, program in OTHERS.items()
-            if (folder / file).is_file()
-        ),
-        "",
-    )
-    raise ModelError(
-        f"{len(found)} weights are quantised ({some(found)}), and config.json has no quantization_config{other}: they "
-        f"would be used without their scales; use the original model, or one in the format compressed-tensors"
-    )
+    found = [f"{name}: {kind}" for name, kind in types.items() if kind not in PLAIN and not _NO_WEIGHTS.search(name)]
+    if found:
+        others = [
+            f", but {name}, of {program}, which transformers does not read"
+            for name, program in OTHERS.items()
+            if (folder / name).is_file()
+        ]
+        raise ModelError(
+            f"{len(found)} weights are quantised ({some(found)}), and config.json has no quantization_config"
+            f"{''.join(others[:1])}: they would be used without their scales; use the original model, or one in the "
+            f"format compressed-tensors"
+        )
+
+
+def _check_scales(types: Mapping[str, str]) -> None:
+    """Refuse FP8 weights without a scale, which transformers would use as they are."""
+    scaled = {name[: name.rindex("scale")].rstrip("._:") for name in types if "scale" in name}
+    found = [
+        name
+        for name, kind in types.items()
+        if kind in FP8 and "scale" not in name and not {name, re.sub(r"[.:_](weight|qdata|data)$", "", name)} & scaled
+    ]
+    if found:
+        raise ModelError(
+            f"{len(found)} weights in FP8 have no scale in the files ({some(found)}): a file is missing, or names are "
+            f"wrong; copy or download the model again"
+        )
 
 
 def tensor_types(folder: Path) -> Iterator[tuple[str, str]]:
