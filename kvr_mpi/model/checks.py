@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def _rope_contradictions(rope: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope beta_fast = {fast} and beta_slow = {slow}, expected beta_fast not to be lower"
 
 
-def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Iterable[str] = ()) -> None:
+def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Collection[str] = ()) -> None:
     """Refuse a model unless each tensor of its files is used or harmless, and each parameter is filled (`ModelError`).
 
     info : what ``from_pretrained(output_loading_info=True)`` returns.
@@ -107,11 +107,14 @@ def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Iterable
             f"{len(shapes)} weights have other shapes than config.json says ({some(shapes)}): the configuration is for "
             f"another model, or a file is damaged"
         )
-    prefix, once = f"{model.base_model_prefix}.", set[str]()
-    for key in stored:
-        if (short := key.removeprefix(prefix)) in once:
-            raise ModelError(f"the files contain {short} twice, with and without {prefix}: remove one of them")
-        once.add(short)
+    prefix = f"{model.base_model_prefix}."
+    inner = {key.removeprefix(prefix).partition(".")[0] for key in stored if key.startswith(prefix)}
+    # transformers accepts both, but then takes one of two tensors, and merges experts in the order of the names.
+    if mixed := sorted(key for key in stored if not key.startswith(prefix) and key.partition(".")[0] in inner):
+        raise ModelError(
+            f"{len(mixed)} tensors in the files lack the prefix {prefix!r} that similar ones have ({some(mixed)}): "
+            f"rename them, or remove them if they are there twice"
+        )
     left = sorted(key for key in map(str, info.get("unexpected_keys", ())) if not _is_harmless(model, key))
     if left:
         raise ModelError(_why_unused(model, left))

@@ -20,6 +20,9 @@ OTHERS = {"hf_quant_config.json": "NVIDIA ModelOpt", "quantize_config.json": "Au
 # that old models store, and DeepSeek-V4's table of experts.
 PLAIN = {"F64", "F32", "F16", "BF16", "BOOL", "C64"}
 FP8 = {"F8_E4M3", "F8_E5M2"}
+# What belongs to a quantised weight, and the ends of the names of weights beside it.
+_SCALE = re.compile("scale|absmax|SCB|zero")
+_END = re.compile("[.:_](weight|qdata|data)$")
 _NO_WEIGHTS = re.compile(r"(position_ids|token_type_ids|num_batches_tracked|(attn|attention)\.(masked_)?bias|tid2eid)$")
 
 
@@ -81,17 +84,19 @@ def check_types(folder: Path, config: Any) -> None:
 
 
 def _check_scales(types: Mapping[str, str]) -> None:
-    """Refuse FP8 weights without a scale, which transformers would use as they are."""
-    scaled = {name[: name.rindex("scale")].rstrip("._:") for name in types if "scale" in name}
+    """Refuse quantised weights without a scale, which transformers would use as they are."""
+    scaled = {name[: match.start()].rstrip("._:") for name in types if (match := _SCALE.search(name))}
+    modules = {name.rpartition(".")[0] for name in scaled} | scaled
     found = [
-        name
+        f"{name}: {kind}"
         for name, kind in types.items()
-        if kind in FP8 and "scale" not in name and not {name, re.sub(r"[.:_](weight|qdata|data)$", "", name)} & scaled
+        if (name not in scaled and kind in FP8 and not _SCALE.search(name) and _END.sub("", name) not in scaled)
+        or (kind not in PLAIN | FP8 and name.endswith(".weight") and name.removesuffix(".weight") not in modules)
     ]
     if found:
         raise ModelError(
-            f"{len(found)} weights in FP8 have no scale in the files ({some(found)}): a file is missing, or names are "
-            f"wrong; copy or download the model again"
+            f"{len(found)} quantised weights have no scale in the files ({some(found)}): a file is missing, or names "
+            f"are wrong; copy or download the model again"
         )
 
 

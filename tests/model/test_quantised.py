@@ -121,7 +121,11 @@ def scales_only(tensors: Tensors) -> Tensors:
         (scales_only, None, "tensors of quantised weights are not used .*zero_point"),
         (with_scales, {"quant_method": "modelopt", "quant_algo": "FP8"}, "'modelopt' .*unknown to transformers"),
         (with_scales, {"bits": 4, "group_size": 64}, "quantised for MLX"),
-        (without_scales, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "14 weights in FP8 have no scale"),
+        (
+            without_scales,
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            "14 quantised weights have no scale",
+        ),
         (with_scales, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "scale"),
     ],
 )
