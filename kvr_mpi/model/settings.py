@@ -116,7 +116,8 @@ def _leftovers(config: Any, given: Mapping[str, Any]) -> Iterator[str]:
         elif _reads(sources, ROPE_KEYS[0] if key in ROPE_KEYS else key):
             continue
         elif key in ROPE_KEYS:
-            yield f"{key} = {given[key]} is not read by {name}, whose positions have no such scaling: remove it"
+            if not given[key].keys() <= {"rope_type", "type", "rope_theta"}:  # it has a scaling
+                yield f"{key} = {given[key]} is not read by {name}, whose positions have no such scaling: remove it"
         elif key in vars(config) and (similar := difflib.get_close_matches(key, absent, 1, SIMILAR)):
             yield f"{key} is not read by {name}: correct it to {similar[0]}, or remove it"
 
