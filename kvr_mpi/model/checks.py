@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.settings import unread_settings
+from kvr_mpi.model.settings import SIMILAR, unread_settings
 from kvr_mpi.model.weights import some
 
 if TYPE_CHECKING:
@@ -156,7 +157,12 @@ def _is_harmless(model: Any, key: str) -> bool:
 
 
 def check_generation(folder: Path) -> None:
-    """Raise a `ModelError` if a folder's generation_config.json cannot be read; transformers would ignore it."""
+    """Raise a `ModelError` if a folder's generation_config.json cannot be read, or has misspelt settings.
+
+    transformers would ignore either.
+    """
+    from transformers import GenerationConfig
+
     try:
         settings = json.loads((folder / GENERATION).read_bytes())
     except FileNotFoundError:
@@ -165,6 +171,10 @@ def check_generation(folder: Path) -> None:
         raise ModelError(f"{GENERATION} is not valid JSON ({error}): correct it, or remove it") from error
     if not isinstance(settings, dict):
         raise ModelError(f"{GENERATION} contains {type(settings).__name__}, expected a table of settings")
+    known = GenerationConfig().to_dict().keys()
+    for key in settings.keys() - known:
+        if similar := difflib.get_close_matches(key, known - settings.keys(), 1, SIMILAR):
+            raise ModelError(f"{GENERATION}: {key} is not a setting: correct it to {similar[0]}, or remove it")
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

@@ -204,7 +204,14 @@ def test_a_missing_part_and_an_adapter_beside_the_weights(folder: Path) -> None:
         load_here(folder)
 
 
-def test_generation_settings_that_cannot_be_read(folder: Path) -> None:
-    (folder / "generation_config.json").write_text('{"eos_token_id": 2,')
-    with pytest.raises(ModelError, match="generation_config.json is not valid JSON"):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"eos_token_id": 2,', "generation_config.json is not valid JSON"),
+        ('{"repetition_penalti": 1.3}', "repetition_penalti is not a setting: correct it to repetition_penalty"),
+    ],
+)
+def test_generation_settings_that_cannot_be_read(folder: Path, text: str, told: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=told):
         load_here(folder)
