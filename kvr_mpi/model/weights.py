@@ -27,12 +27,17 @@ _NO_WEIGHTS = re.compile(r"(position_ids|token_type_ids|num_batches_tracked|(att
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a `ModelError` if files of a model are pointers of git-LFS, or if the folder also has an adapter."""
+    """Raise a `ModelError` if files of a model's folder are pointers of git-LFS, or those of an adapter."""
     if (folder / "adapter_config.json").is_file():
         raise ModelError(
             f"{folder} has an adapter_config.json: move the files of the adapter into a folder of its own, and set "
             f"model.adapter"
         )
+    check_pointers(folder)
+
+
+def check_pointers(folder: Path) -> None:
+    """Raise a `ModelError` if files are pointers of git-LFS."""
     found = []
     for file in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.model"))):
         with file.open("rb") as stream:
