@@ -69,6 +69,17 @@ def test_ends_that_the_tokenizer_has_are_missed(model_with: Callable[..., str], 
     assert "asks for sampling" not in log
 
 
+def test_warnings_of_transformers_are_logged_once(tiny_model_dir: Path, tmp_path: Path, run_job: Any) -> None:
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "attention_factor": 1}
+    rope["original_max_position_embeddings"] = 256
+    config = json.loads((folder / "config.json").read_text()) | {"rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(config))
+    log = run_job(2, f"model.path={folder}", *SHORT).log
+    assert len([line for line in log.splitlines() if "warning: transformers: " in line]) == 1
+    assert log.count("attention_factor field must be") == 1  # by no other handler, either
+
+
 def test_schemas_need_logits_of_all_tokens(tiny_model_dir: Path, tmp_path: Path, run_job: Any) -> None:
     import transformers as tf
 
