@@ -20,7 +20,7 @@ from kvr_mpi.model.shape import BUILDING, ModelShape, meta_model, probe_shape, s
 from kvr_mpi.model.source import ModelSource, explained, fingerprint_of, locate
 from kvr_mpi.model.tensor_parallel import Part, join_group, part_config, part_of, sliced_weights, why_not_by_plan
 from kvr_mpi.model.tp_group import TensorParallelGroup
-from kvr_mpi.model.weights import check_folder, check_types, tensor_types
+from kvr_mpi.model.weights import check_model_folder, check_types, tensor_types
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,7 @@ def _read_config(source: ModelSource, options: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig, PreTrainedConfig
 
     if not source.is_hub:
-        check_folder(Path(source.location))
+        check_model_folder(Path(source.location))
     config = AutoConfig.from_pretrained(source.location, **options)
     given, _ = PreTrainedConfig.get_config_dict(source.location, local_files_only=options["local_files_only"])
     check_config(config, given)

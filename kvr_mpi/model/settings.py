@@ -7,7 +7,6 @@ settings then drops YaRN or a linear factor, and an unknown quantization method 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import inspect
 import re
@@ -100,10 +99,11 @@ def _tables(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 def _leftovers(config: Any, given: Mapping[str, Any]) -> Iterator[str]:
     """Describe rope settings that the configuration ignores, and settings that are probably misspelt."""
-    if not dataclasses.is_dataclass(config):
+    fields = getattr(config, "__dataclass_fields__", None)
+    if fields is None:
         return
     name, text = type(config).__name__, config.get_text_config()
-    declared = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map)
+    declared = {*fields, *config.attribute_map}
     declared |= {"rope_scaling", "rope_theta"} if "rope_parameters" in declared else set()
     absent = [key for key in declared if key not in given and not _UNUSED.search(key)]
     own = {key for key in given if hasattr(type(config), key)} - set(ROPE_KEYS)
