@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.settings import SIMILAR, unread_settings
-from kvr_mpi.model.weights import first_names
+from kvr_mpi.model.weights import few
 
 if TYPE_CHECKING:
     import torch
@@ -99,13 +99,13 @@ def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Collecti
     missing = sorted(map(str, info.get("missing_keys", ())))
     if missing:
         raise ModelError(
-            f"{len(missing)} weights that config.json asks for are not in the files ({first_names(missing)}), and would be "
+            f"{len(missing)} weights that config.json asks for are not in the files ({few(missing)}), and would be "
             f"random: the configuration is for another model, or a file is missing"
         )
     shapes = sorted(f"{key}: {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"])
     if shapes:
         raise ModelError(
-            f"{len(shapes)} weights have other shapes than config.json says ({first_names(shapes)}): the configuration is for "
+            f"{len(shapes)} weights have other shapes than config.json says ({few(shapes)}): the configuration is for "
             f"another model, or a file is damaged"
         )
     prefix = f"{model.base_model_prefix}."
@@ -113,7 +113,7 @@ def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Collecti
     # transformers accepts both, but then takes one of two tensors, and merges experts in the order of the names.
     if mixed := sorted(key for key in stored if not key.startswith(prefix) and key.partition(".")[0] in inner):
         raise ModelError(
-            f"{len(mixed)} tensors in the files lack the prefix {prefix!r} that similar ones have ({first_names(mixed)}): "
+            f"{len(mixed)} tensors in the files lack the prefix {prefix!r} that similar ones have ({few(mixed)}): "
             f"rename them, or remove them if they are there twice"
         )
     left = sorted(key for key in map(str, info.get("unexpected_keys", ())) if not _is_harmless(model, key))
@@ -129,17 +129,17 @@ def _why_unused(model: Any, left: Sequence[str]) -> str:
     known = {_NUMBER.sub(".#.", name) for name, _ in model.named_parameters()}
     if ours := [key for key in left if _NUMBER.sub(".#.", key) in known]:
         return (
-            f"{len(ours)} weights of layers that config.json does not ask for are in the files ({first_names(ours)}): the "
+            f"{len(ours)} weights of layers that config.json does not ask for are in the files ({few(ours)}): the "
             f"configuration names too few layers"
         )
     if scales := [key for key in left if _SCALE.search(key)]:
         return (
-            f"{len(scales)} tensors of quantised weights are not used ({first_names(scales)}): the quantization_config in "
+            f"{len(scales)} tensors of quantised weights are not used ({few(scales)}): the quantization_config in "
             f"config.json is missing, or is not that of these files; use the original model, or one in the format "
             f"compressed-tensors"
         )
     return (
-        f"{len(left)} tensors in the files are not used by {type(model).__name__} ({first_names(left)}), so answers would "
+        f"{len(left)} tensors in the files are not used by {type(model).__name__} ({few(left)}), so answers would "
         f"differ from the model's own: the configuration is for another model, or lacks a setting"
     )
 

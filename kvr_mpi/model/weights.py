@@ -45,7 +45,7 @@ def check_pointers(folder: Path) -> None:
                 found.append(file.name)
     if found:
         raise ModelError(
-            f"{first_names(found)} in {folder} are only pointers of git-LFS: their content has not been downloaded; run "
+            f"{few(found)} in {folder} are only pointers of git-LFS: their content has not been downloaded; run "
             f"`git lfs pull` in that folder, or download the model with `hf download`"
         )
 
@@ -64,7 +64,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     files = [folder / name for name in sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise ModelError(f"{first_names(missing)} of {INDEX} are not in {folder}: copy or download the model again")
+        raise ModelError(f"{few(missing)} of {INDEX} are not in {folder}: copy or download the model again")
     return files
 
 
@@ -82,7 +82,7 @@ def check_types(folder: Path, config: Any) -> None:
             if (folder / name).is_file()
         ]
         raise ModelError(
-            f"{len(found)} weights are quantised ({first_names(found)}), and config.json has no quantization_config"
+            f"{len(found)} weights are quantised ({few(found)}), and config.json has no quantization_config"
             f"{''.join(others[:1])}: they would be used without their scales; use the original model, or one in the "
             f"format compressed-tensors"
         )
@@ -100,7 +100,7 @@ def _check_scales(types: Mapping[str, str]) -> None:
     ]
     if found:
         raise ModelError(
-            f"{len(found)} quantised weights have no scale in the files ({first_names(found)}): a file is missing, or names "
+            f"{len(found)} quantised weights have no scale in the files ({few(found)}): a file is missing, or names "
             f"are wrong; copy or download the model again"
         )
 
@@ -115,6 +115,6 @@ def tensor_types(folder: Path) -> Iterator[tuple[str, str]]:
                 yield name, str(stream.get_slice(name).get_dtype())
 
 
-def first_names(names: list[str]) -> str:
+def few(names: list[str]) -> str:
     """List the first names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
