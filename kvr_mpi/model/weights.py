@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,6 @@ def tensor_types(folder: Path) -> Iterator[tuple[str, str]]:
                 yield name, str(stream.get_slice(name).get_dtype())
 
 
-def few(names: list[str]) -> str:
+def few(names: Sequence[str]) -> str:
     """List the first names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
