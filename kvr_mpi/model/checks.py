@@ -102,7 +102,9 @@ def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Collecti
             f"{len(missing)} weights that config.json asks for are not in the files ({few(missing)}), and would be "
             f"random: the configuration is for another model, or a file is missing"
         )
-    shapes = sorted(f"{key}: {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"])
+    shapes = sorted(
+        f"{key}: {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in info.get("mismatched_keys", ())
+    )
     if shapes:
         raise ModelError(
             f"{len(shapes)} weights have other shapes than config.json says ({few(shapes)}): the configuration is for "
