@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvr_mpi.errors import Say
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import Transport
+
+
+# Warnings of transformers about what kvr-mpi checks itself: unused tensors, and the length of prompts.
+_CHECKED = re.compile("LOAD REPORT|Token indices sequence length")
+MOST_WARNING = 400  # characters
 
 
 def run_guarded(world: Transport, work: Callable[[], int]) -> int:
@@ -76,12 +84,43 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def quiet_libraries() -> None:
-    """Disable transformers' progress bars and hints."""
+def quiet_libraries(say: Say | None = None) -> None:
+    """Disable transformers' progress bars and hints, and log its warnings and Python's, each once.
+
+    say : logs a line, on one rank; without it, warnings of transformers are dropped.
+    """
     import transformers
 
-    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    transformers.logging.disable_default_handler()
+    transformers.logging.set_verbosity_warning()
+    libraries = [logging.getLogger("transformers"), logging.getLogger("py.warnings")]
+    if say is None:
+        libraries[0].addHandler(logging.NullHandler())
+        return
+    logging.captureWarnings(True)
+    heard = _Once(say)
+    for library in libraries:
+        for handler in [each for each in library.handlers if isinstance(each, _Once)]:  # of an earlier job
+            library.removeHandler(handler)
+        library.addHandler(heard)
+
+
+class _Once(logging.Handler):
+    """Logs each warning of a library once, whatever numbers it has."""
+
+    def __init__(self, say: Say) -> None:
+        super().__init__(logging.WARNING)
+        self._say, self._said = say, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a warning, unless it has been logged, or is about what kvr-mpi checks itself."""
+        text = " ".join(record.getMessage().split())
+        kind = re.sub(r"\d+", "#", text)
+        if kind not in self._said and not _CHECKED.search(text):
+            self._said.add(kind)
+            library = record.name.partition(".")[0].replace("py", "Python")
+            self._say(f"warning: {library}: {text[:MOST_WARNING]}")
 
 
 def load_everywhere(
@@ -97,10 +136,11 @@ def load_everywhere(
     import torch
 
     from kvr_mpi.cli.environment import read_environment
+    from kvr_mpi.report.log import Log
     from kvr_mpi.setup.loading import load_on_all
     from kvr_mpi.topology import cores_per_rank
 
-    quiet_libraries()
+    quiet_libraries(None if world.rank else Log().line)
     machine = read_environment()
     torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
     return load_on_all(

@@ -183,9 +183,10 @@ def plan_here(spec: JobSpec, ranks: int, hardware: str | None) -> PlannedJob:
     """Plan a job for this number of ranks."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.launch import quiet_libraries
+    from kvr_mpi.report.log import Log
     from kvr_mpi.setup.planning import plan_job
 
-    quiet_libraries()
+    quiet_libraries(Log().line)
     return plan_job(spec, read_environment(), ranks, hardware)
 
 

@@ -183,7 +183,7 @@ def run_on(
     with importing():  # imported only now: it takes seconds
         from kvr_mpi.runtime.batch import run_job
 
-        quiet_libraries()
+        quiet_libraries(None if world.rank else log.root)
     machine = read_environment()
     deadline_s = machine.deadline_s
     if limit_s is not None:

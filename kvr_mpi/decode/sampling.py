@@ -28,6 +28,15 @@ from kvr_mpi.prefill.finite import NOT_FINITE, explain_not_finite, likeliest
 # Like `NOT_FINITE`, if the logits are finite, but not what the sampling settings make of them.
 NOTHING_TO_CHOOSE = -2
 
+# Settings of transformers' generate() that answers do not follow, with the values that ask for nothing.
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), (0, 1)),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("early_stopping", "token_healing"), (False,)),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "max_time", "stop_strings"), ()),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -48,16 +57,52 @@ class Answer:
 
 
 def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationConfig:
-    """Apply a job's settings to the model's generation defaults.
+    """Apply a job's settings to the model's generation defaults, without those that `describe_generation` names.
 
     Raises `ConfigError` if transformers refuses a value.
     """
+    own = {name: value for name, value in model.generation_config.to_dict().items() if name not in NOT_SUPPORTED}
     try:
-        config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **settings})
+        config = GenerationConfig.from_dict({**own, **settings})
         config.validate(user_set_attributes=set(settings))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"[generation]: transformers does not accept {settings}: {error}") from error
     return config
+
+
+def describe_generation(model: Any, tokenizer: Any, config: GenerationConfig) -> Iterator[str]:
+    """Describe the generation defaults of a model that answers do not follow, and ends of text that it does not name.
+
+    config : made from the defaults and a job's settings by `make_generation_config`.
+    """
+    own = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
+    known = GenerationConfig().to_dict().keys()
+    ignored = [name for name, neutral in NOT_SUPPORTED.items() if name in own and own[name] not in neutral]
+    ignored += [name for name in own if name not in known]
+    if ignored:
+        told = ", ".join(f"{name} = {own[name]!r}" for name in ignored)
+        yield f"warning: settings of the model's generation_config.json are not supported, and ignored: {told}"
+    if own.get("do_sample") and not config.do_sample:
+        told = ", ".join(f"{name} = {own[name]}" for name in SAMPLING if name in own)
+        yield (
+            f"answers are greedy, although the model's generation_config.json asks for sampling"
+            f"{f' ({told})' if told else ''}: set generation.temperature to sample"
+        )
+    ends, end = ends_of(config), getattr(tokenizer, "eos_token_id", None)
+    if end is None or end in ends:
+        return
+    token = f"{tokenizer.convert_ids_to_tokens(end)!r} (id {end})"
+    advice = f'add "eos_token_id": {sorted({end, *ends})} to it, or set generation.stop'
+    if not ends:
+        yield (
+            f"warning: the model's generation_config.json names no end of text, so answers run to max_new_tokens, "
+            f"although its tokenizer has {token}: {advice}"
+        )
+    else:
+        yield (
+            f"warning: the end of text {token} of the tokenizer is not among those of the model's "
+            f"generation_config.json ({', '.join(map(str, sorted(ends)))}), so answers go on after it: {advice}"
+        )
 
 
 def ends_of(config: GenerationConfig) -> set[int]:

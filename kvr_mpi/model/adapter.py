@@ -6,6 +6,7 @@ raise an error, where peft would just warn.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
@@ -16,9 +17,14 @@ from typing import Any
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.load import LoadedModel
+from kvr_mpi.model.shape import logits_width
 from kvr_mpi.model.source import UNREADABLE
+from kvr_mpi.model.tokenizer_file import load_tokenizer
+from kvr_mpi.model.weights import check_pointers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Files of a tokenizer, and of a chat template beside none.
+TOKENIZERS, TEMPLATE = ("tokenizer.json", "tokenizer.model", "vocab.json"), "chat_template.jinja"
 
 
 def check_adapter(path: str) -> None:
@@ -29,6 +35,7 @@ def check_adapter(path: str) -> None:
         raise ModelError(f"{where}: no such folder (looked for {folder.absolute()}); expected {CONFIG} and {WEIGHTS}")
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{where}: the folder has no {CONFIG}; expected a LoRA adapter as peft saves it")
+    check_pointers(folder)
     if not (folder / WEIGHTS).is_file():
         raise ModelError(
             f"{where}: the folder has no {WEIGHTS}; pickled weights (adapter_model.bin) are never loaded, since they "
@@ -80,7 +87,39 @@ def merge_adapter(loaded: LoadedModel, path: str | None) -> LoadedModel:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelError(f"{where} does not match the model {loaded.name}: {reason}") from error
     model = model.eval().requires_grad_(False)
-    return replace(loaded, model=model, fingerprint=with_adapter(loaded.fingerprint, path))
+    tokenizer = adapter_tokenizer(loaded.tokenizer, path, logits_width(loaded.config))
+    return replace(loaded, model=model, tokenizer=tokenizer, fingerprint=with_adapter(loaded.fingerprint, path))
+
+
+def adapter_tokenizer(base: Any, path: str | None, vocab_size: int) -> Any:
+    """Return the tokenizer that an adapter was trained with: its folder's own, or the model's with its chat template.
+
+    vocab_size : number of tokens of the model.
+
+    Raises a `ModelError` if the adapter's tokenizer cannot be loaded, or has more tokens than the model.
+    """
+    if path is None:
+        return base
+    folder = Path(path).expanduser()
+    if any((folder / name).is_file() for name in TOKENIZERS):
+        try:
+            found = load_tokenizer(str(folder), local_files_only=True)
+        except (*UNREADABLE, ImportError) as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ModelError(f"model.adapter {path!r}: its tokenizer cannot be loaded: {reason}") from error
+        if len(found) > max(vocab_size, len(base)):
+            raise ModelError(
+                f"model.adapter {path!r}: its tokenizer has {len(found)} tokens, but the model has {vocab_size}: the "
+                f"adapter is for a model with additional tokens; use that model, or merge the adapter yourself"
+            )
+        if getattr(found, "chat_template", None) is None:
+            found.chat_template = getattr(base, "chat_template", None)
+        return found
+    if (folder / TEMPLATE).is_file():
+        found = copy.deepcopy(base)
+        found.chat_template = (folder / TEMPLATE).read_text(encoding="utf-8")
+        return found
+    return base
 
 
 def _check_complete(adapted: Any, folder: Path, where: str) -> None:

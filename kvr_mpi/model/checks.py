@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.model.settings import SIMILAR, unread_settings
+from kvr_mpi.model.weights import few
 
 if TYPE_CHECKING:
     import torch
 
+GENERATION = "generation_config.json"
+# Settings with the number of additional layers that predict tokens after the next one.
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers")
+# Tensors of public models on which no logits of a language model depend.
+_HARMLESS = re.compile(
+    "|".join(
+        (
+            r"(^|\.)(original_)?inv_freq$|(cos|sin)_cached$|position_ids$|num_batches_tracked$",  # buffers
+            r"(attn|attention)\.(masked_)?bias$",  # causal masks of GPT-2 and GPT-NeoX
+            r"\.(q|k|v|prob)_scale$",  # of keys and values in FP8; here they have the model's dtype
+            r"(^|\.)(mtp|nextn|eagle)\w*\.",  # heads that predict tokens after the next one
+            r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|reward_head|pooler|seq_relationship)\.",
+            r"(^|\.)(vision|visual|image|video|audio|speech|multi_modal|mm_|talker|token2wav|code2wav|encoder)\w*\.",
+        )
+    )
+)
+_SCALE = re.compile(r"scale|zero|qweight|g_idx|absmax|quant")
 # A number in a parameter's name is the index of its layer or expert.
 _NUMBER = re.compile(r"\.\d+\.")
 
 
-def check_config(config: Any) -> None:
-    """Refuse a contradictory configuration with a `ModelError` that names all contradictions."""
-    found = list(_contradictions(config.get_text_config()))
+def check_config(config: Any, given: Mapping[str, Any]) -> None:
+    """Refuse contradictions in a configuration, and settings that nothing reads, with a `ModelError` that names all.
+
+    given : the content of config.json.
+    """
+    found = [*_contradictions(config.get_text_config()), *unread_settings(config, given)]
     if found:
         raise ModelError(f"config.json: {'; '.join(found)}")
 
@@ -41,10 +66,10 @@ def _contradictions(text: Any) -> Iterator[str]:
             yield f"eos_token_id = {token}, expected one of the {vocab} tokens: no answer would ever end"
     parameters = getattr(text, "rope_parameters", None) or {}
     for each in [parameters, *(one for one in parameters.values() if isinstance(one, dict))]:
-        yield from _rope_contradictions(each, getattr(text, "max_position_embeddings", None))
+        yield from _rope_contradictions(each)
 
 
-def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterator[str]:
+def _rope_contradictions(rope: Mapping[str, Any]) -> Iterator[str]:
     def number(name: str) -> float | None:
         value = rope.get(name)
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -55,11 +80,8 @@ def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterat
     if factor is not None and not 1 <= factor < math.inf:
         yield f"rope factor = {factor} of type {kind}, expected at least 1"
     original = number("original_max_position_embeddings")
-    if original is not None and (original < 1 or (longest is not None and original > longest)):
-        yield (
-            f"rope original_max_position_embeddings = {original:.0f}, expected between 1 and max_position_embeddings "
-            f"({longest})"
-        )
+    if original is not None and original < 1:  # it may exceed a max_position_embeddings that was made shorter
+        yield f"rope original_max_position_embeddings = {original:.0f}, expected at least 1"
     low, high = number("low_freq_factor"), number("high_freq_factor")
     if low is not None and high is not None and low >= high:
         yield f"rope low_freq_factor = {low} and high_freq_factor = {high}, expected low_freq_factor to be lower"
@@ -68,31 +90,93 @@ def _rope_contradictions(rope: Mapping[str, Any], longest: int | None) -> Iterat
         yield f"rope beta_fast = {fast} and beta_slow = {slow}, expected beta_fast not to be lower"
 
 
-def check_loaded(model: Any, info: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse a model with missing, unused or newly initialised weights, or invalid rotary frequencies (`ModelError`).
+def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Collection[str] = ()) -> None:
+    """Refuse a model unless each tensor of its files is used or harmless, and each parameter is filled (`ModelError`).
 
-    `info` is what ``from_pretrained(output_loading_info=True)`` returns.
+    info : what ``from_pretrained(output_loading_info=True)`` returns.
+    stored : names of all tensors in the files.
     """
     missing = sorted(map(str, info.get("missing_keys", ())))
     if missing:
         raise ModelError(
-            f"{len(missing)} weights that config.json asks for are not in the files ({_some(missing)}), and would be "
+            f"{len(missing)} weights that config.json asks for are not in the files ({few(missing)}), and would be "
             f"random: the configuration is for another model, or a file is missing"
         )
-    ours = {_NUMBER.sub(".#.", name) for name, _ in model.named_parameters()}
-    left = sorted(key for key in map(str, info.get("unexpected_keys", ())) if _NUMBER.sub(".#.", key) in ours)
-    if left:
+    shapes = sorted(
+        f"{key}: {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in info.get("mismatched_keys", ())
+    )
+    if shapes:
         raise ModelError(
-            f"{len(left)} weights of layers that config.json does not ask for are in the files ({_some(left)}): the "
-            f"configuration names too few layers"
+            f"{len(shapes)} weights have other shapes than config.json says ({few(shapes)}): the configuration is for "
+            f"another model, or a file is damaged"
         )
+    prefix = f"{model.base_model_prefix}."
+    inner = {key.removeprefix(prefix).partition(".")[0] for key in stored if key.startswith(prefix)}
+    # transformers accepts both, but then takes one of two tensors, and merges experts in the order of the names.
+    if mixed := sorted(key for key in stored if not key.startswith(prefix) and key.partition(".")[0] in inner):
+        raise ModelError(
+            f"{len(mixed)} tensors in the files lack the prefix {prefix!r} that similar ones have ({few(mixed)}): "
+            f"rename them, or remove them if they are there twice"
+        )
+    left = sorted(key for key in map(str, info.get("unexpected_keys", ())) if not _is_harmless(model, key))
+    if left:
+        raise ModelError(_why_unused(model, left))
     for name, values in model.named_buffers():
         if name.endswith("inv_freq") and not bool(values.isfinite().all()):
             raise ModelError(f"the rotary frequencies {name} are not finite: rope parameters in config.json are wrong")
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def _why_unused(model: Any, left: Sequence[str]) -> str:
+    """Explain tensors of the files that a model does not use."""
+    known = {_NUMBER.sub(".#.", name) for name, _ in model.named_parameters()}
+    if ours := [key for key in left if _NUMBER.sub(".#.", key) in known]:
+        return (
+            f"{len(ours)} weights of layers that config.json does not ask for are in the files ({few(ours)}): the "
+            f"configuration names too few layers"
+        )
+    if scales := [key for key in left if _SCALE.search(key)]:
+        return (
+            f"{len(scales)} tensors of quantised weights are not used ({few(scales)}): the quantization_config in "
+            f"config.json is missing, or is not that of these files; use the original model, or one in the format "
+            f"compressed-tensors"
+        )
+    return (
+        f"{len(left)} tensors in the files are not used by {type(model).__name__} ({few(left)}), so answers would "
+        f"differ from the model's own: the configuration is for another model, or lacks a setting"
+    )
+
+
+def _is_harmless(model: Any, key: str) -> bool:
+    """Whether no logits of a language model depend on a tensor that it does not use."""
+    if _HARMLESS.search(key):
+        return True
+    config = model.config.get_text_config()
+    count, layer = getattr(config, "num_hidden_layers", None), re.search(r"(?:^|\.)layers\.(\d+)\.", key)
+    if layer is None or not isinstance(count, int):
+        return False
+    more = [getattr(config, name, None) for name in PREDICTION_LAYERS]
+    return count <= int(layer[1]) < count + max((number for number in more if isinstance(number, int)), default=0)
+
+
+def check_generation(folder: Path) -> None:
+    """Raise a `ModelError` if a folder's generation_config.json cannot be read, or has misspelt settings.
+
+    transformers would ignore either.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        settings = json.loads((folder / GENERATION).read_bytes())
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise ModelError(f"{GENERATION} is not valid JSON ({error}): correct it, or remove it") from error
+    if not isinstance(settings, dict):
+        raise ModelError(f"{GENERATION} contains {type(settings).__name__}, expected a table of settings")
+    known = GenerationConfig().to_dict().keys()
+    for key in settings.keys() - known:
+        if similar := difflib.get_close_matches(key, known - settings.keys(), 1, SIMILAR):
+            raise ModelError(f"{GENERATION}: {key} is not a setting: correct it to {similar[0]}, or remove it")
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

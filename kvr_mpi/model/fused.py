@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from kvr_mpi.model.kernels import FORWARD_SLOT, PLAIN, always, forget_kernels, give_kernel, use_kernels, way_for
+from kvr_mpi.model.kernels import (
+    FORWARD_SLOT,
+    PLAIN,
+    always,
+    forget_kernels,
+    give_kernel,
+    is_plain_linear,
+    use_kernels,
+    way_for,
+)
 
 TRIAL_TOKENS = 512
 # Tolerance in units of the dtype's precision, relative to a row's largest element: the models' code rounds in between.
@@ -90,7 +99,9 @@ def fuse_functions(model: Any, ids: Sequence[int], backend: Any = "inductor") ->
             rotate = own.__globals__[ROTARY]
             function = functions.setdefault(rotate, FusedFunction("rotary embeddings", rotate, backend))
             kernels[module] = FusedForward(function, _rotating(module, own, function))
-        elif all(hasattr(module, name) for name in MLP):
+        elif all(hasattr(module, name) for name in MLP) and all(
+            map(is_plain_linear, map(module.get_submodule, MLP[:3]))
+        ):
             act = module.act_fn
             function = functions.setdefault(type(act), FusedFunction("gates", gate_of(act), backend))
             if _is_plain(module, kernel := FusedForward(function, _gating(module, function))):

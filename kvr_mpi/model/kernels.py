@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -52,6 +52,12 @@ _KERNELS: WeakKeyDictionary[torch.nn.Module, Kernel] = WeakKeyDictionary()
 def give_kernel(module: torch.nn.Module, kernel: Kernel) -> None:
     """Register a kernel for a module, used from the next `use_kernels` on; it must not reference the module."""
     _KERNELS[module] = kernel
+
+
+def is_plain_linear(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
+    """Whether a module is a linear layer that computes with its weights as they are, unlike quantised layers."""
+    own = vars(module).get(FORWARD_SLOT)
+    return type(module) is torch.nn.Linear and (own is None or own is _KERNELS.get(module))
 
 
 def kernels_of(model: torch.nn.Module) -> dict[str, Kernel]:

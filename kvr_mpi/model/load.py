@@ -7,19 +7,21 @@ Weights are read only from safetensors or GGUF, never from pickles. Code from a 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.model.checks import check_config, check_dtype, check_loaded
+from kvr_mpi.model.checks import GENERATION, check_config, check_dtype, check_generation, check_loaded
 from kvr_mpi.model.devices import choose_device
 from kvr_mpi.model.shape import BUILDING, ModelShape, meta_model, probe_shape, shape_of
-from kvr_mpi.model.source import explained, fingerprint_of, locate
+from kvr_mpi.model.source import ModelSource, explained, fingerprint_of, locate
 from kvr_mpi.model.tensor_parallel import Part, join_group, part_config, part_of, sliced_weights, why_not_by_plan
 from kvr_mpi.model.tokenizer_file import load_tokenizer
 from kvr_mpi.model.tp_group import TensorParallelGroup
+from kvr_mpi.model.weights import check_model_folder, check_types, tensor_types
 
 if TYPE_CHECKING:
     import torch
@@ -78,17 +80,13 @@ def load_model(
             f"in a folder: download it (hf download {path} --local-dir FOLDER), and use that folder"
         )
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     target, part = choose_device(device, device_index), None
     with explained(path):
-        config = AutoConfig.from_pretrained(source.location, **options)
-        if not source.is_hub and not any(Path(source.location).glob("*.safetensors")):
-            raise ModelError(
-                f"model.path {path!r}: the folder {source.location} has a config.json but no *.safetensors weights; "
-                f"pickled weights (*.bin, *.pt) are never loaded, since they can run code: convert them to safetensors"
-            )
-        check_config(config)
+        config = _read_config(source, options)
+        if not source.is_hub:
+            check_types(Path(source.location), config)
         # Refuse unsupported models before weights are read. Models with their own code are built only once.
         shape = None if trust_remote_code or tp_group else probe_shape(config, torch.float32)
         if tp_group is None:
@@ -99,6 +97,7 @@ def load_model(
                     dtype=dtype if dtype == "auto" else getattr(torch, dtype),
                     use_safetensors=True,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # `check_loaded` names them
                     **options,
                     **placement(target),
                 )
@@ -106,7 +105,11 @@ def load_model(
             part = part_of(config, tp_group.rank, tp_group.size)
             model, info = _read_part(Path(source.location), config, part, _dtype_of(config, dtype), target)
         tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
-        check_loaded(model, info)
+        files = _cached_folder(source) if source.is_hub else Path(source.location)
+        if source.is_hub:
+            check_types(files, config)
+        check_loaded(model, info, [name for name, _ in tensor_types(files)])
+        check_generation(files)
         check_dtype(model.dtype, target)
         model = model.to(target).eval()
         if tp_group is not None:
@@ -123,6 +126,25 @@ def load_model(
         tp_group=tp_group,
         part=part,
     )
+
+
+def _read_config(source: ModelSource, options: Mapping[str, Any]) -> Any:
+    """Read and check a model's configuration."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if not source.is_hub:
+        check_model_folder(Path(source.location))
+    config = AutoConfig.from_pretrained(source.location, **options)
+    given, _ = PreTrainedConfig.get_config_dict(source.location, local_files_only=options["local_files_only"])
+    check_config(config, given)
+    return config
+
+
+def _cached_folder(source: ModelSource) -> Path:
+    """Return the folder of the hub's cache in which a model has just been loaded."""
+    from transformers.utils import cached_file
+
+    return Path(str(cached_file(source.location, "config.json", local_files_only=True))).parent
 
 
 def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target: torch.device) -> tuple[Any, Any]:
@@ -142,9 +164,10 @@ def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target
             state_dict=sliced_weights(folder, part, opened),
             dtype=dtype,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **placement(target),
         )
-    has_own = (folder / "generation_config.json").is_file()
+    has_own = (folder / GENERATION).is_file()
     model.generation_config = (
         GenerationConfig.from_pretrained(folder) if has_own else GenerationConfig.from_model_config(config)
     )
@@ -182,11 +205,9 @@ def load_outline(
     """
     source, options = locate(path, offline, trust_remote_code, cache_dir)
     import torch
-    from transformers import AutoConfig
 
     with explained(path):
-        config = AutoConfig.from_pretrained(source.location, **options)
-        check_config(config)
+        config = _read_config(source, options)
         tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         chosen, model = _dtype_of(config, dtype), meta_model(config, torch.bfloat16)
         shape = shape_of(model, chosen)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, way_for
+from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, is_plain_linear, way_for
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
     """List the linear layers whose weights can be copied, by shape; layers of one shape use the same copy."""
     found: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
-        if type(module) is torch.nn.Linear:
+        if is_plain_linear(module):
             weight = module.weight
             if can_lay(weight) or (weight.device.type == "cpu" and weight.dtype == torch.float32):
                 found.setdefault(f"{module.out_features}x{module.in_features}", []).append(module)

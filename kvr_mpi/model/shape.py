@@ -180,6 +180,12 @@ def cache_argument(model: Any) -> str:
     raise ModelError(f"{type(model).__name__} takes no cache of transformers, so kvr-mpi cannot run it")
 
 
+def logits_width(config: Any) -> int:
+    """Return the number of logits of a model, which may be less than the number of tokens of its tokenizer."""
+    text = config.get_text_config()
+    return int(getattr(text, "decoder_vocab_size", None) or text.vocab_size)
+
+
 def probe_shape(config: Any, dtype: torch.dtype) -> ModelShape:
     """Find what every layer of a model caches, from its configuration; `dtype` is the type of keys and values."""
     import torch

@@ -12,7 +12,6 @@ and cut it (`shared_heads`).
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import ConfigError, ModelError, choices
 from kvr_mpi.model.tp_group import TensorParallelGroup
+from kvr_mpi.model.weights import weight_files
 from kvr_mpi.topology import KVHeads, even_share
 
 if TYPE_CHECKING:
@@ -227,9 +227,8 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
     """Open a model's files, and return this rank's slice of every tensor, unread."""
     from safetensors import safe_open
 
-    index, found = folder / "model.safetensors.index.json", {}
-    names = json.loads(index.read_bytes())["weight_map"].values() if index.is_file() else ["model.safetensors"]
-    for file in (folder / name for name in sorted(set(names))):
+    found = {}
+    for file in weight_files(folder):
         stream = opened.enter_context(safe_open(str(file), framework="pt"))
         for name in stream.keys():  # noqa: SIM118  (it is no mapping)
             found[name] = _slice_of(name, stream.get_slice(name), part)

@@ -50,6 +50,8 @@ def load_on_all(
     early = host_by_host(world, lambda: load() if _find(path, arguments["cache_dir"], compiles).is_hub else None)
     plain = together(world, lambda: early or load())
     loaded = host_by_host(world, lambda: readable(adapter or path, lambda: merge_adapter(plain, adapter)))
+    if say is not None and loaded.tokenizer is not plain.tokenizer:
+        say("tokenizer and chat template are those in the folder of model.adapter")
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))

@@ -22,8 +22,9 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
 from kvr_mpi.kv.rolling import check_rolling, rolling_of
 from kvr_mpi.model import LoadedModel, load_outline
-from kvr_mpi.model.adapter import with_adapter
+from kvr_mpi.model.adapter import adapter_tokenizer, with_adapter
 from kvr_mpi.model.load import placement
+from kvr_mpi.model.shape import logits_width
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
 from kvr_mpi.preflight.inputs import parse_templates, row_format
@@ -134,7 +135,8 @@ def outline_of(spec: JobSpec, machine: Machine) -> LoadedModel:
         trust_remote_code=source.trust_remote_code,
         cache_dir=machine.cache_dir,
     )
-    return replace(outline, fingerprint=with_adapter(outline.fingerprint, source.adapter))
+    tokenizer = adapter_tokenizer(outline.tokenizer, source.adapter, logits_width(outline.config))
+    return replace(outline, tokenizer=tokenizer, fingerprint=with_adapter(outline.fingerprint, source.adapter))
 
 
 def identity_of_job(spec: JobSpec, machine: Machine) -> dict[str, Any]:

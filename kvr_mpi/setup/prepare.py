@@ -21,7 +21,7 @@ from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.placing import HeadSharing, open_sharing
-from kvr_mpi.decode.sampling import ends_of, make_generation_config
+from kvr_mpi.decode.sampling import describe_generation, ends_of, make_generation_config
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError, Say, counted
@@ -37,6 +37,7 @@ from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted,
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.kernels import kernel_bytes
 from kvr_mpi.model.rope import depends_on_length
+from kvr_mpi.model.shape import logits_width
 from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.partition import Partition
@@ -265,8 +266,17 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     reduce_frame = frame_of(spec, tokenizer, shape, spec.prompt.reduce_template or template)
     reduce_frame = replace(reduce_frame, overlap=0)
     generation = make_generation_config(loaded.model, spec.generation.transformers_settings())
+    if spec.generation.max_new_tokens:
+        for line in describe_generation(loaded.model, tokenizer, generation):
+            say(line)
     if spec.generation.json_schema is not None:
-        Grammars(tokenizer, ends_of(generation)).matcher(spec.generation.json_schema)
+        width = logits_width(loaded.config)
+        if len(tokenizer) > width:
+            raise ConfigError(
+                f"generation.json_schema: the model computes {width} logits, but its tokenizer has {len(tokenizer)} "
+                f"tokens, so answers cannot follow a JSON schema: leave it out, or use another model"
+            )
+        Grammars(tokenizer, ends_of(generation)).matcher(spec.generation.json_schema, width)
     return loaded, frame, reduce_frame, generation
 
 

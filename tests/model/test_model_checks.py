@@ -54,7 +54,7 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
         ({"hidden_size": "48"}, "hidden_size"),
         (rope("default", rope_theta=0), "rope_theta = 0.0, expected a positive number"),
         (rope("linear", factor=0.5), "rope factor = 0.5 of type linear"),
-        (rope("yarn", factor=4.0, original_max_position_embeddings=4096), "original_max_position_embeddings = 4096"),
+        (rope("yarn", factor=4.0, original_max_position_embeddings=-4), "original_max_position_embeddings = -4"),
         (
             rope("llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=1.0, original_max_position_embeddings=64),
             "low_freq_factor = 4.0 and high_freq_factor = 1.0",

@@ -59,6 +59,32 @@ def test_who_asks_about_a_run_with_an_adapter_asks_with_that_adapter(adapter: Pa
     assert spec.model.adapter == str(adapter)
 
 
+@pytest.mark.parametrize("parts", ["tokenizer", "template"])
+def test_its_own_tokenizer_and_chat_template_are_used(
+    tiny_model_dir: Path, adapter: Path, tmp_path: Path, run_job: Any, parts: str
+) -> None:
+    """Where it has none, the model's; what is planned is what runs."""
+    folder, template = shutil.copytree(adapter, tmp_path / "own"), "{{ messages[0].content }} In short:"
+    tokenizer = tf.AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = template
+    if parts == "tokenizer":
+        tokenizer.save_pretrained(folder)
+    else:
+        (folder / "chat_template.jinja").write_text(template)
+    base = load(tiny_model_dir, tmp_path)
+    assert base.tokenizer.chat_template not in (None, template)
+    assert merge_adapter(base, str(folder)).tokenizer.chat_template == template
+    alike = (f"model.adapter={adapter}", "prompt.template={text} In short:", "prompt.chat_template=false")
+    own, wanted = (f"model.adapter={folder}", "prompt.template={text}"), run_job(1, *alike, "documents.limit=2")
+    run = run_job(1, *own, "documents.limit=2", "parallel.ranks_per_chain=auto")
+    assert run.tokens == wanted.tokens and "those in the folder of model.adapter" in run.log
+    if parts == "tokenizer":
+        tokenizer.add_tokens([f"<more-{number}>" for number in range(9)])
+        tokenizer.save_pretrained(folder)
+        with pytest.raises(ModelError, match="model.adapter .*its tokenizer has .* tokens"):
+            merge_adapter(load(tiny_model_dir, tmp_path), str(folder))
+
+
 def spoiled(adapter: Path, folder: Path, change: str) -> Path:
     """A copy of an adapter that is not as it should be."""
     shutil.copytree(adapter, folder)
