@@ -20,9 +20,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from kvr_mpi.errors import ConfigError, DataError, KvrError, MissingError, UnavailableError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 T = TypeVar("T")
 
@@ -31,7 +34,10 @@ TRANSIENT = frozenset(
     {errno.ESTALE, errno.EIO, errno.EINTR, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.EIO), errno.EAGAIN}
 )
 FIRST_WAIT_S, RETRY_S = 0.05, 5.0  # the first of the waits between attempts, which double, and all of them together
-HDF5_ERRNO = re.compile(r"errno = ([0-9]+), error message = ")
+RETRIED = TRANSIENT | {errno.ENOMEM}
+# How h5py, libraries in Rust, and PyTorch quote a system error.
+QUOTED_ERRNO = re.compile(r"errno = ([0-9]+), error message = |\(os error ([0-9]+)\)|unable to mmap .* \(([0-9]+)\)$")
+NO_MEMORY = "memory allocation failed"  # in a message of HDF5
 # Errors of what is not a regular file, or too large to be one of ours.
 WRONG_KIND = {errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG, errno.ENAMETOOLONG}
 
@@ -72,7 +78,7 @@ def retried(action: Callable[[], T], path: Path | str, *, listed: bool = False, 
         except UnavailableError:
             raise
         except OSError as error:
-            if error.errno not in TRANSIENT | {errno.ENOMEM} and not (listed and error.errno == errno.ENOENT):
+            if error.errno not in RETRIED and not (listed and error.errno == errno.ENOENT):
                 raise
             if waited_s >= patience * RETRY_S:
                 raise unavailable(path, error) from error
@@ -81,12 +87,12 @@ def retried(action: Callable[[], T], path: Path | str, *, listed: bool = False, 
 
 
 def errno_of(error: BaseException) -> int | None:
-    """Return the number of the system error that caused an exception, also of h5py; None if there was none."""
-    if isinstance(error, MemoryError):
+    """Return the number of the system error that caused an exception, also a library's; None if there was none."""
+    if isinstance(error, MemoryError) or NO_MEMORY in str(error):
         return errno.ENOMEM
-    number = getattr(error, "errno", None)
-    if number is None and (told := HDF5_ERRNO.search(str(error))):
-        number = int(told[1])
+    number: int | None = getattr(error, "errno", None)
+    if number is None and (told := QUOTED_ERRNO.search(str(error))):
+        number = int(next(filter(None, told.groups())))
     return number
 
 
@@ -95,23 +101,68 @@ def unavailable(path: Path | str, error: BaseException) -> UnavailableError:
     number = errno_of(error)
     reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
     return UnavailableError(
-        f"{path} cannot be read now: {reason}; nothing was changed because of it: start the same command again"
+        f"{path} cannot be read now: {reason}; if it can be read again, start the same command again"
     )
 
 
 def read_error(path: Path | str, error: BaseException) -> KvrError:
-    """Return the error to raise for a result file that could not be read: only wrong contents are a `DataError`."""
+    """Return the error to raise for a file that could not be read; only wrong contents are a `DataError`."""
     number = errno_of(error)
     if isinstance(error, KvrError):
         return error
     if number in (errno.EACCES, errno.EPERM):
         return ConfigError(f"{path}: no permission to read it; its owner can change that (chmod)")
     if number == errno.ENOENT:
-        return MissingError(f"{path}: no such file")
+        return MissingError(f"{path}: no such file or folder")
     if number is None or number in WRONG_KIND:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         return DataError(f"{path} is damaged, or not a result file: {reason}")
     return unavailable(path, error)
+
+
+def read_whole(action: Callable[[], T], path: Path, *, listed: bool = False) -> T:
+    """Call a function that reads a result file, `retried`; its errors become those of `read_error`."""
+    try:
+        return retried(action, path, listed=listed)
+    except KvrError:
+        raise
+    except (OSError, MemoryError) as error:
+        raise read_error(path, error) from error
+
+
+def named_error(error: Exception) -> Exception:
+    """Return the error that a system error about a file becomes if nothing has handled it; others as they are."""
+    number, path = errno_of(error), getattr(error, "filename", None)
+    if isinstance(error, KvrError) or path is None or not isinstance(error, OSError) or number is None:
+        return error
+    if number in (errno.EACCES, errno.EPERM):
+        return ConfigError(f"{path}: {error.strerror or os.strerror(number)}")
+    return unavailable(path, error) if number in RETRIED else error
+
+
+def stat_of(path: Path) -> os.stat_result | None:
+    """Return the status of a file or folder, `retried`; None if it does not exist."""
+    try:
+        return retried(lambda: os.stat(path), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder; unlike `Path.is_dir`, raises `OSError` if that is not known."""
+    found = stat_of(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def is_regular(path: Path) -> bool:
+    """Whether there is a regular file; raises `OSError` as `is_folder` does."""
+    found = stat_of(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def names_in(folder: Path) -> list[str]:
+    """List the names in a folder; `retried`."""
+    return [entry.name for entry in list_folder(folder)]
 
 
 def list_folder(folder: Path | str) -> list[os.DirEntry[str]]:
@@ -188,7 +239,7 @@ def open_regular(path: Path, *, listed: bool = False, patience: float = 1.0) -> 
 
 
 def _open(path: Path) -> BinaryIO:
-    _check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects
+    check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects
     return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), path), "rb")
 
 
@@ -210,15 +261,6 @@ def create(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
 
 
-def truncate(path: Path) -> None:
-    """Truncate a file to free its space; raises `OSError` for links."""
-    handle = _checked(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), path)
-    try:
-        os.ftruncate(handle, 0)
-    finally:
-        os.close(handle)
-
-
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk."""
     handle = retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK), path)
@@ -229,6 +271,14 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def write_all(handle: int, data: Buffer, at: int | None = None) -> None:
+    """Write all data, with as many system calls as needed; at an offset, or at the file's position."""
+    view = memoryview(data).cast("B")
+    while view:
+        count = os.write(handle, view) if at is None else os.pwrite(handle, view, at)
+        view, at = view[count:], None if at is None else at + count
 
 
 def final_name(name: str) -> str:
@@ -282,13 +332,14 @@ def kind_of_file(mode: int) -> str:
 def _checked(handle: int, path: Path) -> int:
     """Return a descriptor if it refers to a regular file."""
     try:
-        _check_regular(os.fstat(handle).st_mode, path)
+        check_regular(os.fstat(handle).st_mode, path)
     except OSError:
         os.close(handle)
         raise
     return handle
 
 
-def _check_regular(mode: int, path: Path) -> None:
+def check_regular(mode: int, path: Path) -> None:
+    """Raise `OSError` unless the mode is that of a regular file."""
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, f"it is {kind_of_file(mode)}, not a regular file", str(path))

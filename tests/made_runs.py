@@ -32,7 +32,12 @@ NAMES = [*"abcdef", "dir/c", "..", "x/y.txt", "é"]
 
 def record(name: str, status: str = "done", answer: str = "") -> Record:
     error = "it went wrong" if status == "error" else ""
-    return Record(name, status, error=error, answer=answer or f"about {name}", token_ids=(1, 2), finished_at=STAMP)
+    sha256, text = hash_of(f"text of {name}"), answer or f"about {name}"
+    return Record(name, status, "", "", error, "", text, (1, 2), document_sha256=sha256, finished_at=STAMP)
+
+
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def new_writer(folder: Path, rank: int = 0, header: Header = HEADER) -> ResultWriter:
@@ -58,7 +63,7 @@ def corpus_of(names: Iterable[str], **texts: str) -> Corpus:
     entries = []
     for name in names:
         text = texts.get(name, f"text of {name}")
-        entries.append(Entry(name, len(text), hashlib.sha256(text.encode()).hexdigest(), 0, 0))
+        entries.append(Entry(name, len(text), hash_of(text), 0, 0))
     return Corpus((CorpusFile("rows.jsonl", "rows.jsonl", 1000, 5),), tuple(entries))
 
 

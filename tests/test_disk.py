@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from made_faults import failing, system_error
 
 from kvr_mpi import disk
 from kvr_mpi.errors import EXIT_STOPPED, UnavailableError
-
-
-def failing(call: Callable[..., Any], number: int, times: int) -> Callable[..., Any]:
-    """Fail the first calls with a system error."""
-    left = [times]
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(number, os.strerror(number), str(args[0]))
-        return call(*args, **options)
-
-    return wrapped
 
 
 @pytest.mark.parametrize("number", sorted(disk.TRANSIENT))
@@ -35,7 +21,7 @@ def test_an_error_that_goes_away_is_not_seen(
     file, other = tmp_path / "file", tmp_path / "other"
     file.write_bytes(b"text")
     monkeypatch.setattr(disk, "FIRST_WAIT_S", 0.0001)
-    monkeypatch.setattr(os, name, failing(getattr(os, name), number, 2))
+    monkeypatch.setattr(os, name, failing(getattr(os, name), system_error(number), times=2))
     assert disk.read_regular(file, 10) == b"text"
     assert [entry.name for entry in disk.list_folder(tmp_path)] == ["file"]
     disk.rename(file, other)
@@ -52,11 +38,11 @@ def test_an_error_that_stays_says_that_the_file_cannot_be_read_now(
         disk.read_regular(tmp_path / "absent", 10)
     with pytest.raises(UnavailableError, match="absent cannot be read now"):  # a listing has just named it
         disk.read_regular(tmp_path / "absent", 10, listed=True)
-    monkeypatch.setattr(os, "open", failing(os.open, errno.ESTALE, 99))
+    monkeypatch.setattr(os, "open", failing(os.open, system_error(errno.ESTALE), times=99))
     with pytest.raises(UnavailableError, match="file cannot be read now: Stale file handle") as caught:
         disk.read_regular(tmp_path / "file", 10)
     assert caught.value.exit_code == EXIT_STOPPED
-    monkeypatch.setattr(os, "open", failing(os.open, errno.EACCES, 99))
+    monkeypatch.setattr(os, "open", failing(os.open, system_error(errno.EACCES), times=99))
     with pytest.raises(PermissionError):  # no waiting helps
         disk.read_regular(tmp_path / "file", 10)
 

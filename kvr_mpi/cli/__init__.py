@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from kvr_mpi import __version__
+from kvr_mpi.disk import named_error
 from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
 # Subcommands as grouped by `kvr --help`, with their lines in its list; each is a function in a module of the same
@@ -133,10 +134,13 @@ def _main(command: click.Command, name: str) -> NoReturn:
         if is_first:
             error.show()
         code = EXIT_USAGE
-    except KvrError as error:
-        click.echo(f"Error: {error}", err=True)
-        code = error.exit_code
     except BrokenPipeError:  # the reader of our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_BUG
+    except (KvrError, OSError) as error:
+        named = named_error(error)
+        if not isinstance(named, KvrError):
+            raise
+        click.echo(f"Error: {named}", err=True)
+        code = named.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -20,6 +20,7 @@ def run_guarded(world: Transport, work: Callable[[], int]) -> int:
 
     The last log lines describe the error and the meaning of the exit code, even after Ctrl-C.
     """
+    from kvr_mpi.disk import named_error
     from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import FailedTogetherError
@@ -43,8 +44,9 @@ def run_guarded(world: Transport, work: Callable[[], int]) -> int:
         log.root(exit_line(EXIT_INTERRUPTED))
         raise
     except Exception as error:
-        code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
-        tell(error, code)
+        named = named_error(error)
+        code = named.exit_code if isinstance(named, KvrError) else EXIT_BUG
+        tell(named, code)
         world.abort(code)
         return code
 

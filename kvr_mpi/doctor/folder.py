@@ -18,7 +18,7 @@ from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
 from kvr_mpi.errors import counted
-from kvr_mpi.store.hdf5 import create_hdf5, open_hdf5, write_dataset
+from kvr_mpi.store.hdf5 import NewFile, open_hdf5, write_dataset
 from kvr_mpi.transport import Transport, share_json
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def write_and_read(folder: Path, stem: str) -> bool:
     """Write an HDF5 file as a job does, read it back, and remove it; raises `OSError` and `DataError`."""
     path, values = folder / f"{stem}.h5", np.arange(VALUES, dtype=np.int64)
     try:
-        with replaced(path) as part, create_hdf5(part) as file:
+        with replaced(path) as part, NewFile(part) as file:
             write_dataset(file, "values", values)
         with open_hdf5(path) as file:
             return bool(np.array_equal(file["values"][()], values))

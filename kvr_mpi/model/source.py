@@ -7,6 +7,7 @@ Pickles are never read.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.errors import ModelError
+from kvr_mpi.disk import TRANSIENT, errno_of, unavailable
+from kvr_mpi.errors import ModelError, UnavailableError
 from kvr_mpi.model.shape import BUILDING
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -263,13 +265,30 @@ def _hash_files(files: list[Path]) -> str:
 
 
 @contextlib.contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    """Name the system errors among those that libraries raise while they read weights, such as out of memory."""
+    try:
+        yield
+    except Exception as error:
+        number = errno_of(error)
+        if number == errno.ENOMEM:
+            raise ModelError(f"model.path {path!r} cannot be loaded: not enough memory ({error})") from error
+        if number in TRANSIENT:
+            raise unavailable(f"model.path {path!r}", error) from error
+        raise
+
+
+@contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
     """Convert transformers' errors about a model's files to one `ModelError`."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
-        yield
+        with _system_errors(path):
+            yield
+    except UnavailableError:
+        raise
     except ModelError as error:
         if str(error).startswith("model.path"):
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -131,10 +132,11 @@ def _run(
         return [*open_folder(header), header.identity] if header is not None and is_same else None
 
     wanted = corpus.share(spec.documents.share)
+    ids = [corpus.entries[number].id for number in wanted]
     opened = share_json(world, on_root(world, open_again))  # only rank 0 lists the folder: listings may differ
     if opened and not opened[1]:
         log.root(f"nothing left to do: {counted(len(wanted), _noun(spec))} already done")
-        return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, 0, stop, log))))
+        return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, ids, 0, stop, log))))
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
     links, reason = open_transport(world, spec.parallel.transport, device)
@@ -209,7 +211,7 @@ def _run(
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
-    return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, left, stop, log))))
+    return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, ids, left, stop, log))))
 
 
 def work_through(
@@ -284,8 +286,11 @@ def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
     return corpus
 
 
-def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log) -> int:
-    """Merge the results if that is cheap, then print the table and the exit line, with counts from the logs."""
+def _conclude(lock: Lock | None, spec: JobSpec, wanted: Sequence[str], left: int, stop: Stop, log: Log) -> int:
+    """Merge the results if that is cheap, then print the table and the exit line, with counts from the logs.
+
+    wanted : ids of the job's documents: it is done once each of them has a record.
+    """
     assert lock is not None, "on rank 0"
     folder = Path(spec.output.path)
     with suppress(OutputError, OSError):  # another job has taken the folder, or files cannot be deleted
@@ -300,6 +305,10 @@ def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log)
         result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
         results = Results.of(survey(folder))  # a share may have no documents
     lock.release()
+    if lost := [name for name in wanted if name not in results]:
+        why = "; ".join(f"{file}: {what}" for file, what in results.damaged.items()) or "their records are gone"
+        log.line(exit_line(EXIT_STOPPED, f"{counted(len(lost), _noun(spec))} left, such as {lost[0]!r}: {why}"))
+        return EXIT_STOPPED
     if spec.documents.format == "openai-batch":
         write_batch(folder, log)
     summary = results.summary()
@@ -307,15 +316,15 @@ def _conclude(lock: Lock | None, spec: JobSpec, left: int, stop: Stop, log: Log)
     if log.level != "quiet":
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
-    late = sum(place.is_transient for place in results.places.values())
-    code = EXIT_BAD_DATA if summary.failed > allowed or late else EXIT_OK
+    unread = sum(results.places[name].is_transient for name in wanted)
+    code = EXIT_BAD_DATA if summary.failed > allowed or unread else EXIT_OK
     meaning = f"done; {counted(documents, _noun(spec))} answered"
     if summary.failed:
         of = counted(documents, _noun(spec))
         meaning = f"done; {summary.failed} of {of} failed (allowed: {allowed}, output.max_failed)"
         meaning += "; to process these again: --resume --retry-failed"
-    if late:
-        meaning += f"; {late} could not be read for the moment, which --resume alone tries again"
+    if unread:  # `output.max_failed` allows bad documents, but these may be good
+        meaning += f"; {unread} of them could not be read at the time: --resume is sufficient for these"
     log.line(exit_line(code, meaning=meaning))
     return code
 

@@ -18,17 +18,27 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from kvr_mpi.disk import LOG_NAME, OTHER_FOLDER, VOLUME_NAME, create
-from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, counted
+from kvr_mpi.disk import (
+    LOG_NAME,
+    OTHER_FOLDER,
+    VOLUME_NAME,
+    create,
+    is_folder,
+    is_regular,
+    list_folder,
+    names_in,
+    read_error,
+    retried,
+    stat_of,
+)
+from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, KvrError, OutputError, UnavailableError, counted
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
-from kvr_mpi.store.hdf5 import group_in, hdf5_errors
-from kvr_mpi.store.kv import open_kv
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
 from kvr_mpi.store.record import read_head, read_record
-from kvr_mpi.store.stored_kv import Piece
+from kvr_mpi.store.stored_kv import Piece, check_pieces
 from kvr_mpi.store.summary import shorten
-from kvr_mpi.store.volumes import KV, RESULTS, Source, is_ours, key_of, open_source, open_volume
+from kvr_mpi.store.volumes import RESULTS, is_ours, lines_of
 
 # Appended to the name of a damaged file when it is set aside.
 DAMAGED = ".damaged"
@@ -150,14 +160,7 @@ class Survey:
             if not pieces or (limit_bytes is not None and total > limit_bytes):
                 continue
             try:
-                with open_volume(path) as file:
-                    kv = group_in(file, KV)
-                    for piece in pieces:
-                        try:
-                            with hdf5_errors(path):
-                                open_kv(group_in(kv, key_of(piece.id)), piece.bytes, piece.sha256).check()
-                        except DataError as error:
-                            self.spoilt[piece] = str(error)
+                self.spoilt |= check_pieces(path, pieces)
             except DataError as error:
                 self.damaged[name] = str(error)
 
@@ -174,24 +177,33 @@ def survey(path: Path, *, reads_all: bool = False) -> Survey:
     """Read a run's folder, or one file of results.
 
     With `reads_all`, whole records are parsed instead of their heads; an invalid record with a correct checksum counts
-    as damaged. Raises `ForeignError` if another program, or another version, wrote a file with one of our names, and
-    `OSError` if the folder cannot be read.
+    as damaged. If a job removes a log meanwhile, since it has merged it, the folder is listed again.
+
+    Raises `ForeignError` if another program, or another version, wrote a file with one of our names; `UnavailableError`
+    if something cannot be read now, `ConfigError` without permission, and `OSError` if there is no such folder.
     """
-    folder = path if path.is_dir() else path.parent
-    with os.scandir(folder) as entries:
-        sizes = {entry.name: entry.stat().st_size for entry in entries if is_ours(entry.name) and entry.is_file()}
+    return retried(lambda: _survey(path, reads_all=reads_all), path, listed=is_regular(path) or is_folder(path))
+
+
+def _survey(path: Path, *, reads_all: bool) -> Survey:
+    folder = path if is_folder(path) else path.parent
+    there = {entry.name: entry for entry in list_folder(folder) if is_ours(entry.name)}
+    sizes = {name: entry.stat().st_size for name, entry in there.items() if entry.is_file()}
     found = Survey(folder, sizes)
     for source in _sources(path, sizes):
-        found.sizes_bytes.setdefault(source.name, source.stat().st_size)
         try:
-            with open_source(source) as lines:
-                for _ in take_lines(found, lines, reads_all=reads_all):
-                    pass
-        except ForeignError:
+            sizes.setdefault(source.name, os.stat(source).st_size)
+            for _ in take_lines(found, source, reads_all=reads_all):
+                pass
+        except FileNotFoundError:
             raise
-        except DataError as error:
-            found.damaged[source.name] = str(error)
+        except (OSError, MemoryError, DataError) as error:
+            if isinstance(why := read_error(source, error), ForeignError) or not isinstance(why, DataError):
+                raise why from error
+            found.damaged[source.name] = str(why)
     for name, (size, _) in found.volumes.items():
+        if size is not None and name not in sizes and (status := stat_of(folder / name)):
+            sizes[name] = status.st_size  # completed since the folder was listed
         if size is not None and sizes.get(name, size) != size:
             found.damaged[name] = f"it has {sizes[name]} bytes, expected {size}"
     return found
@@ -199,8 +211,8 @@ def survey(path: Path, *, reads_all: bool = False) -> Survey:
 
 def _sources(path: Path, names: Iterable[str]) -> list[Path]:
     """List the files with records, the oldest first; the session numbers in their names give the order."""
-    if path.is_file():
-        return [path]
+    if not is_folder(path):
+        return [path] if is_regular(path) else []
     there = set(names)
     return [path / name for name in ([RESULTS] if RESULTS in there else []) + list_logs(there)]
 
@@ -212,15 +224,15 @@ def list_logs(names: Iterable[str]) -> list[str]:
     return [name for _, name in logs]
 
 
-def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Iterator[bytes]:
+def take_lines(found: Survey, source: Path, *, reads_all: bool = False) -> Iterator[bytes]:
     """Add the lines of a log to `found`, and yield the valid ones after the header; see `survey` for `reads_all`."""
     damaged = 0
-    for number, (at, line) in enumerate(source.lines()):
+    for number, (at, line) in enumerate(lines_of(source)):
         try:
             if not is_sealed(line):
                 raise DataError(f"line {number + 1} is damaged (checksum)")
             if number == 0:
-                found.headers[source.path] = read_header(from_json(line))
+                found.headers[source] = read_header(from_json(line))
                 continue
             if line.startswith(RECORD_START):
                 if reads_all:
@@ -228,16 +240,16 @@ def take_lines(found: Survey, source: Source, *, reads_all: bool = False) -> Ite
                 head = read_head(line)
                 is_done = head.status == "done"
                 reason = "" if is_done else shorten(head.error)
-                place = Place(source.path, at, len(line), is_done, reason, head.finished_at, head.pieces)
+                place = Place(source, at, len(line), is_done, reason, head.finished_at, head.pieces)
                 found.records.setdefault(head.id, []).append(place)
             else:
-                _take_in(found, source.path, from_json(line))
+                _take_in(found, source, from_json(line))
             yield line
         except (DataError, ValueError, AttributeError) as error:
             damaged += 1
-            found.damaged.setdefault(source.path.name, str(error))
+            found.damaged.setdefault(source.name, str(error))
     if damaged > 1:
-        found.damaged[source.path.name] += f", and {damaged - 1} more"
+        found.damaged[source.name] += f", and {damaged - 1} more"
 
 
 def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
@@ -265,23 +277,24 @@ def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
 
 def has_results(path: Path) -> bool:
     """Whether a run's folder has a file of results or a log."""
-    if not path.is_dir():
-        return path.is_file()
-    return any(is_ours(name) and (path / name).is_file() for name in os.listdir(path))
+    if not is_folder(path):
+        return is_regular(path)
+    return any(is_ours(name) and is_regular(path / name) for name in names_in(path))
 
 
 def read_run_header(path: Path) -> Header | None:
     """Read a run's latest readable header; None if it has no files; raises `DataError` if all have damaged ones."""
-    broken: DataError | None = None
-    for source in reversed(_sources(path, os.listdir(path) if path.is_dir() else ())):
+    broken: KvrError | None = None
+    for source in reversed(_sources(path, names_in(path) if is_folder(path) else ())):
         try:
-            with open_source(source) as found:
-                for _, line in found.lines():
-                    return read_header(unseal(line) or {})
+            for _, line in lines_of(source):
+                return read_header(unseal(line) or {})
         except ValueError as error:
             broken = broken or DataError(f"{source}: its first line is damaged: {error}")
-        except DataError as error:
-            broken = broken or error
+        except (DataError, OSError) as error:
+            if not isinstance(why := read_error(source, error), DataError):
+                raise why from error
+            broken = broken or why
     if broken is not None:
         raise broken
     return None
@@ -290,7 +303,7 @@ def read_run_header(path: Path) -> Header | None:
 def make_writable(folder: Path) -> None:
     """Create the folder if it is missing; raise `OutputError` if files cannot be created in it."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        retried(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         try_writing(folder)
 
 
@@ -309,6 +322,8 @@ def writing(folder: Path) -> Iterator[None]:
     """Turn an `OSError` into an `OutputError` that names the setting."""
     try:
         yield
+    except UnavailableError:
+        raise
     except OSError as error:  # such as a name that is too long, or a folder without permission
         why = error.strerror or error
         raise OutputError(f"output.path {str(folder)!r} cannot be written: {why}; {OTHER_FOLDER}") from error
@@ -316,11 +331,11 @@ def writing(folder: Path) -> Iterator[None]:
 
 def check_fresh(folder: Path) -> None:
     """Raise `OutputError` if the folder holds results of an earlier run, or is not a folder."""
-    if folder.is_file():
+    if is_regular(folder):
         raise OutputError(
             f"output.path {str(folder)!r} is a file; expected a folder, which is created if it does not exist"
         )
-    if files := [path for path in _sources(folder, os.listdir(folder) if folder.is_dir() else ()) if path.is_file()]:
+    if files := [path for path in _sources(folder, names_in(folder) if is_folder(folder) else ()) if is_regular(path)]:
         raise OutputError(
             f"output.path {str(folder)!r} holds {counted(len(files), 'result file')} of an earlier run; add --resume "
             f"to continue that run, --overwrite to delete the files, or {OTHER_FOLDER}"

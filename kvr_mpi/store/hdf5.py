@@ -1,8 +1,9 @@
 """Reading HDF5 files that may be damaged, foreign or hostile; the whole store uses these functions.
 
 They follow no link out of a file, check every type, check the size of data before reading them, and convert every
-error of HDF5 to a `DataError`. Strings are written with a fixed length: HDF5 keeps strings of variable length in a heap
-without a checksum, where a flipped bit can change them undetected, or send the library into an endless loop.
+error of HDF5: to a `DataError` if the contents are wrong, and otherwise to what the system said. Strings are written
+with a fixed length: HDF5 keeps strings of variable length in a heap without a checksum, where a flipped bit can change
+them undetected, or send the library into an endless loop.
 
 Datasets are contiguous, those of keys and values in the model's dtype: float32, float16, bfloat16 or float64. HDF5 has
 no named bfloat16 type, but can describe any binary floating-point format; plain h5py reads it as float32. Earlier
@@ -11,8 +12,11 @@ versions wrote small arrays in chunks with Fletcher's checksum, which can still 
 
 from __future__ import annotations
 
+import atexit
+import errno
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,12 +24,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import h5py
 import numpy as np
 
-from kvr_mpi.errors import DataError
+from kvr_mpi.disk import RETRIED, check_regular, create, errno_of, read_error, write_all
+from kvr_mpi.errors import DataError, KvrError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Buffer
 
-T = TypeVar("T", str, int)
+T = TypeVar("T")
+V = TypeVar("V", str, int)
 # HDF5's type class, and numpy's dtype for reading; text is read as a string of its stored length.
 CLASSES: dict[type, tuple[int, Any]] = {str: (h5py.h5t.STRING, None), int: (h5py.h5t.INTEGER, np.int64)}
 # Maximum size of a chunk or attribute, so that a hostile file cannot exhaust the memory.
@@ -42,28 +49,114 @@ def hdf5_build() -> str:
 
 @contextmanager
 def open_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open a file for reading; any failure while it is open is a `DataError` that names it."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    with hdf5_errors(path), h5py.File(path, "r", locking=False) as file:
-        yield file
-
-
-def create_hdf5(path: Path) -> h5py.File:
-    """Create a new file, without HDF5's file locks, which some file systems do not support."""
-    return h5py.File(path, "x", libver="v110", locking=False)
+    """Open a file for reading; see `hdf5_errors` for all errors while it is open."""
+    with hdf5_errors(path):
+        check_regular(os.stat(path).st_mode, path)
+        with h5py.File(path, "r", locking=False) as file:
+            yield file
 
 
 @contextmanager
 def hdf5_errors(path: Path) -> Iterator[None]:
-    """Convert HDF5's errors to a `DataError` that names the file."""
+    """Convert HDF5's errors to those of `read_error`, but for system errors that `retried` and its callers handle."""
     try:
         yield
-    except DataError:
+    except KvrError:
         raise
     except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is damaged, or not an HDF5 file: {reason}") from error
+        number = errno_of(error)
+        if number is not None and number in RETRIED | {errno.ENOENT}:
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise read_error(path, error) from error
+
+
+class NewFile(h5py.File):  # type: ignore[misc]
+    """A new file, without HDF5's file locks, which some file systems do not support.
+
+    After a failed write, HDF5 could not close the file, h5py would not report that, and the process would end with a
+    signal at its exit. So HDF5 never sees a system error: `check` and `close` raise it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._output = _Output(path)
+        super().__init__(self._output, "x", libver="v110")
+        atexit.register(self._end)  # before Python ends, since HDF5 calls it
+
+    def check(self) -> None:
+        """Raise `OSError` if something could not be written."""
+        if self._output.error is not None:
+            raise self._output.error
+
+    def close(self) -> None:
+        """Close the file; raises as `check` does."""
+        self._end()
+        self.check()
+
+    def _end(self) -> None:
+        atexit.unregister(self._end)
+        super().close()
+        self._output.close()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end()
+        if kind is None:
+            self.check()
+
+
+class _Output:
+    """The file that HDF5 writes, as it expects a file-like object; after an error nothing is written any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._handle, self._at, self._size = path, create(path), 0, 0
+        self.error: OSError | None = None
+
+    def __repr__(self) -> str:  # h5py's name of the file
+        return str(self._path)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset if whence == os.SEEK_SET else self._size
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int) -> bytes:
+        data = bytearray(size)
+        self.readinto(data)
+        return bytes(data)
+
+    def readinto(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        count = self._call(lambda: os.preadv(self._handle, [view], self._at)) or 0
+        view[count:] = bytes(len(view) - count)
+        return len(view)
+
+    def write(self, data: Buffer) -> None:
+        self._call(lambda: write_all(self._handle, data, self._at))
+        self._size = max(self._size, self._at + len(memoryview(data)))
+
+    def truncate(self, size: int) -> None:
+        self._call(lambda: os.ftruncate(self._handle, size))
+        self._size = size
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            try:
+                os.close(handle)
+            except OSError as error:
+                self.error = self.error or error
+
+    def _call(self, action: Callable[[], T]) -> T | None:
+        if self.error is None:
+            try:
+                return action()
+            except OSError as error:
+                self.error = OSError(error.errno, error.strerror, str(self._path))
+        return None
 
 
 def write_attribute(item: Any, name: str, value: str | int) -> None:
@@ -94,7 +187,7 @@ def write_dataset(group: h5py.Group, name: str, data: np.ndarray[Any, Any], kind
     return h5py.Dataset(dataset)
 
 
-def read_attribute(item: Any, name: str, kind: type[T]) -> T:
+def read_attribute(item: Any, name: str, kind: type[V]) -> V:
     """Read a scalar attribute of the expected type; raises `DataError` if it is missing or has the wrong type."""
     if not h5py.h5a.exists(item.id, name.encode()):
         raise DataError(f"{where(item)}: attribute {name!r} is missing")

@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvr_mpi.disk import read_whole
 from kvr_mpi.errors import ConfigError, DataError, counted
 from kvr_mpi.store.hdf5 import (
     Bits,
@@ -159,8 +160,13 @@ class StoredLayer:
         """Read a range of tokens of keys (column 0) or values (1), and verify the blocks that contain them."""
         dataset, block = (self.keys, self.values)[column], BLOCK_TOKENS
         start, stop = first // block * block, min(-(-last // block) * block, self.tokens)
-        with hdf5_errors(Path(dataset.file.filename)):
-            bits = read_bits(dataset, start, stop)
+        path = Path(dataset.file.filename)
+
+        def read() -> Bits:
+            with hdf5_errors(path):
+                return read_bits(dataset, start, stop)
+
+        bits = read_whole(read, path)
         for at in range(start, stop, block):
             if _digest_of(bits[at - start : at - start + block]) != self.digests[at // block, column]:
                 raise DataError(

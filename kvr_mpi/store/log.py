@@ -45,7 +45,7 @@ import h5py
 from pydantic_core import from_json
 
 from kvr_mpi import __version__
-from kvr_mpi.disk import create, sync
+from kvr_mpi.disk import create, sync, write_all
 from kvr_mpi.plain import Count, read_plain
 
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
@@ -195,10 +195,3 @@ class LogWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def write_all(handle: int, data: bytes) -> None:
-    """Write all data, with as many system calls as needed."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]

@@ -6,7 +6,6 @@ The checksum of each record is verified when it is read.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kvr_mpi.disk import VOLUME_NAME, is_output_folder
+from kvr_mpi.disk import VOLUME_NAME, is_folder, is_output_folder, names_in, read_whole, stat_of
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import ConfigError, DataError, MissingError, choices, counted
 from kvr_mpi.store.cost import Cost, total_cost
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
 
 NAMED = 3  # maximum number of ids in a message
 OPEN_FILES = 64
+READ_BYTES = 16 << 20  # of records, read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,22 +180,43 @@ class Results:
     def read(self, ids: Iterable[str]) -> Iterator[Record]:
         """Read the records of these documents, and verify their checksums; raises `DataError` if one is damaged."""
         joules = self.cost.joules_per_rank_s
+        for name, line in self._lines(ids):
+            place = self.places[name]
+            if not is_sealed(line):
+                raise DataError(f"{place.source}: the record of {name!r} is damaged (checksum)")
+            record = read_record(line, f"{place.source}: {name!r}")
+            if (record.id, record.status) != (name, "done" if place.is_done else "error"):
+                raise DataError(f"{place.source}: the record of {name!r} has changed since it was indexed")
+            yield replace(record, joules=joules * record.rank_s) if joules else record
+
+    def _lines(self, ids: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield each document's id and line; many are read at once, file by file, since a run can have many logs."""
+        rest = iter(ids)
         with ExitStack() as stack:
             sources: dict[Path, Source] = {}
-            for name in ids:
-                place = self.places[name]
-                if place.source not in sources:
-                    if len(sources) == OPEN_FILES:
-                        stack.close()
-                        sources.clear()
-                    sources[place.source] = stack.enter_context(open_source(place.source))
-                line = sources[place.source].read(place.at, place.size)
-                if not is_sealed(line):
-                    raise DataError(f"{place.source}: the record of {name!r} is damaged (checksum)")
-                record = read_record(line, f"{place.source}: {name!r}")
-                if (record.id, record.status) != (name, "done" if place.is_done else "error"):
-                    raise DataError(f"{place.source}: the record of {name!r} has changed since it was indexed")
-                yield replace(record, joules=joules * record.rank_s) if joules else record
+            while names := _take_some(rest, lambda name: self.places[name].size):
+                lines: dict[str, bytes] = {}
+                for name in sorted(names, key=lambda name: self.places[name].source):
+                    lines[name] = self._line(name, sources, stack)
+                yield from ((name, lines[name]) for name in names)
+
+    def _line(self, name: str, sources: dict[Path, Source], stack: ExitStack) -> bytes:
+        """Read a document's line from one of up to `OPEN_FILES` open files; `retried`."""
+        place = self.places[name]
+
+        def read() -> bytes:
+            if place.source not in sources:
+                if len(sources) == OPEN_FILES:
+                    stack.close()
+                    sources.clear()
+                sources[place.source] = stack.enter_context(open_source(place.source))
+            try:
+                return sources[place.source].read(place.at, place.size)
+            except OSError:
+                del sources[place.source]  # opened again
+                raise
+
+        return read_whole(read, place.source)
 
     def records(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> Iterator[Record]:
         """Iterate over records, sorted by id.
@@ -336,11 +357,11 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
     left = None
     first: dict[int, tuple[Path, Corpus]] = {}  # number of shares to the first run with that number
     for path in runs:
-        run = read_run_file(path) if path.is_dir() else None
+        run = read_run_file(path) if is_folder(path) else None
         if several and run is not None:
             check_corpus(path, run.corpus, run.share, first)
         wanted = None if run is None else {*run.wanted}
-        if several and path.is_dir() and not has_results(path):
+        if several and is_folder(path) and not has_results(path):
             if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
                 missing.append(f"{path} has no results yet")
             continue
@@ -364,19 +385,19 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
 
 def _read_run(path: Path, *, verify: bool, passes_damaged: bool) -> Results:
     """Locate each document of a run or in a file of results."""
-    if not path.exists():
+    if stat_of(path) is None:
         raise MissingError(
             f"{path}: no such file or folder; expected a result file (*.h5) or the output folder of a run"
         )
     if VOLUME_NAME.fullmatch(path.name):
         raise DataError(f"{path}: a file of keys and values only; expected its folder, {path.parent}, or a results.h5")
-    if path.is_dir() and not has_results(path):
-        names = os.listdir(path)
+    if is_folder(path) and not has_results(path):
+        names = names_in(path)
         if not names:
             raise DataError(f"{path} is empty; a job that has just begun loads its model first")
         if not is_output_folder(path, names):
             raise DataError(f"{path}: no result file (*.h5) found; expected one, or the output folder of a run")
-    found = _look(path, verify)
+    found = look(path, verify=verify)
     identities = [(source, header.identity) for source, header in found.headers.items()]
     for source, identity in identities[1:]:
         if identity != identities[0][1]:
@@ -392,20 +413,24 @@ def _read_run(path: Path, *, verify: bool, passes_damaged: bool) -> Results:
     return replace(results, paths=(path,))
 
 
-def _look(path: Path, verify: bool) -> Survey:
+def look(path: Path, *, verify: bool = False) -> Survey:
     """Survey a run; try again if a running job merged and removed its files meanwhile."""
     for attempt in (1, 2):
-        try:
-            found = survey(path)
-            if verify:
-                found.verify()
-        except OSError as error:
-            if attempt == 2:
-                raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-            continue
+        found = read_whole(lambda: survey(path), path)
+        if verify:
+            found.verify()
         if attempt == 2 or not (found.damaged or found.spoilt or found.missing):
             break
     return found
+
+
+def _take_some(ids: Iterator[str], size_of: Callable[[str], int]) -> list[str]:
+    """Take ids until their records have `READ_BYTES`, at least one if there is one."""
+    taken, total = list[str](), 0
+    while total < READ_BYTES and (name := next(ids, None)) is not None:
+        taken.append(name)
+        total += size_of(name)
+    return taken
 
 
 def _add(joined: Results, share: Results) -> None:

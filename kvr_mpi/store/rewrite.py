@@ -19,14 +19,14 @@ from tempfile import TemporaryFile
 
 import h5py
 
-from kvr_mpi.disk import VOLUME_NAME, replaced, sync, truncate
-from kvr_mpi.errors import DataError, OutputError, Say, counted
+from kvr_mpi.disk import VOLUME_NAME, names_in, remove, replaced, sync
+from kvr_mpi.errors import DataError, OutputError, Say, UnavailableError, counted
 from kvr_mpi.store.folder import Place, list_logs, survey
 from kvr_mpi.store.kv import PieceWriter
 from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal
 from kvr_mpi.store.record import record_values
 from kvr_mpi.store.results import Results, read_results
-from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces, piece_id
+from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces, piece_id, verify_written
 from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, volume_line, write_lines
 
 # If keys and values are larger than this in total, they stay in their volumes: copying would double the writing.
@@ -50,6 +50,8 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, sa
     try:
         found = Results.of(survey(folder))
         free = shutil.disk_usage(folder).free
+    except UnavailableError:
+        raise
     except OSError as error:
         raise OutputError(
             f"{error.filename}: {error.strerror}; restore it, and run the job with --resume to merge again"
@@ -84,15 +86,15 @@ def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[],
             f"`kvr-run JOB.toml --resume` processes them again, and `kvr merge {folder} -o FILE` merges the others"
         )
     result = folder / RESULTS
-    logs = list_logs(os.listdir(folder))
+    logs = list_logs(names_in(folder))
     kept = {Path(piece.path).name for place in found.places.values() for piece in place.pieces}
     if logs or (copies_kv and kept - {RESULTS}):
         with rewriting(result) as part:
             kept = write_results(part, found, lambda place: copies_kv or _is_inside(place, result), should_stop)
-    volumes = [name for name in os.listdir(folder) if VOLUME_NAME.fullmatch(name)]
+    volumes = [name for name in names_in(folder) if VOLUME_NAME.fullmatch(name)]
     # The oldest log first: a line that drops earlier records must be removed no later than the records after it.
     for name in (*logs, *(name for name in volumes if name not in kept)):
-        (folder / name).unlink()
+        remove(folder / name)
     sync(folder)
     return result
 
@@ -119,13 +121,10 @@ def rewriting(result: Path) -> Iterator[Path]:
     """Yield the name of a file that will replace `result` (`replaced`); raise `OutputError` if it cannot be written."""
     try:
         with replaced(result) as part:
-            try:
-                yield part
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    truncate(part)  # its space is free even if HDF5 still has it open
-                raise
-    except (OSError, RuntimeError) as error:  # reading raises a `DataError`
+            yield part
+    except UnavailableError:  # of a file that was to be copied
+        raise
+    except (OSError, RuntimeError) as error:
         reason = next((text for text in FULL if text in str(error)), str(error))
         raise OutputError(f"{result} cannot be written: {reason}; nothing else was changed") from error
 
@@ -139,7 +138,8 @@ def write_results(
     """Write every document once to a new file; return the names of the volumes that it still needs.
 
     `copies` decides whether a document's keys and values are copied, as one piece; others stay in their volumes.
-    `should_stop` is called before each document. Raises `DataError` if a document cannot be read.
+    `should_stop` is called before each document. The new file is read again when it is complete. Raises `DataError` if
+    a document cannot be read, and `OSError` if the file could not be written as it should be.
     """
     inside: dict[str, tuple[int, str]] = {}
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
@@ -166,6 +166,12 @@ def write_results(
         for cost in found.costs.values():
             log.write(seal(cost.as_line()))
         write_lines(file, LOG, log)
+    sync(target)
+    verify_written(target, inside)
+    written = survey(target)
+    if written.damaged or written.records.keys() != found.places.keys() or not written.headers:
+        why = ", ".join(written.damaged.values()) or "records are missing"
+        raise OSError(errno.EIO, f"it differs from what was written: {why}", str(target))
     return {volume.name for volume in beside}
 
 
@@ -229,7 +235,7 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
             if name != RESULTS and name in found.sizes_bytes and len(kept) < len(pieces):
                 if kept:
                     _rewrite_volume(folder / f"kv-{session:04d}-0000-{number:05d}.h5", log, kept)
-                (folder / name).unlink()
+                remove(folder / name)
                 sync(folder)
     if (folder / RESULTS).is_file():
         merge_run(folder, copies_kv=False)
@@ -238,9 +244,12 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
 def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> None:
     """Copy pieces of one volume to a new one, and list the new volume in the log."""
     listed = {}
-    with rewriting(target) as part, create_volume(part) as file:
-        for piece in pieces:
-            with contextlib.closing(open_pieces(piece.id, [piece], is_part=True)) as kv:
-                listed[piece.id] = _write_piece(file[KV], piece.id, kv)
+    with rewriting(target) as part:
+        with create_volume(part) as file:
+            for piece in pieces:
+                with contextlib.closing(open_pieces(piece.id, [piece], is_part=True)) as kv:
+                    listed[piece.id] = _write_piece(file[KV], piece.id, kv)
+        sync(part)
+        verify_written(part, listed)
     log.write(volume_line(target, listed))
     log.sync()

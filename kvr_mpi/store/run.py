@@ -23,19 +23,23 @@ from kvr_mpi.disk import (
     RUN_FILE,
     final_name,
     list_folder,
+    names_in,
     read_regular,
+    read_whole,
     remove,
     remove_rank_files,
     rename,
     replacing,
+    retried,
 )
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, UnavailableError, counted
-from kvr_mpi.store.folder import DAMAGED, Survey, check_fresh, read_run_header, survey, take_lines
+from kvr_mpi.store.folder import DAMAGED, Place, Survey, check_fresh, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
+from kvr_mpi.store.record import read_record
 from kvr_mpi.store.traces import TRACES
-from kvr_mpi.store.volumes import is_ours, open_source, open_volume
+from kvr_mpi.store.volumes import is_ours, lines_of, open_volume
 
 RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
@@ -80,7 +84,7 @@ def open_run(
     version of this one.
     """
     try:
-        others = sorted(name for name in os.listdir(folder) if name.endswith(".h5") and not is_ours(name))
+        others = sorted(name for name in names_in(folder) if name.endswith(".h5") and not is_ours(name))
         if others:
             say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
         if mode == "overwrite":
@@ -93,7 +97,7 @@ def open_run(
             places, _, _ = _recover(folder, header, say, log).locate()
             wanted = {corpus.entries[number].id for number in corpus.share(share)}
             stale = _check_job(
-                folder, header, corpus, share, ({*places}, wanted), lock.owner.job, say, log, extends=mode == "extend"
+                folder, header, corpus, share, (places, wanted), lock.owner.job, say, log, extends=mode == "extend"
             )
         known = places.keys() & wanted - stale
         done = {name for name in known if places[name].is_done}
@@ -116,7 +120,7 @@ def check_settings(folder: Path, identity: dict[str, Any]) -> None:
 
 def last_header(folder: Path) -> Header | None:
     """Read a run's latest header; None if there is none, or only damaged ones, which `open_run` sets aside."""
-    with contextlib.suppress(DataError, OSError):
+    with contextlib.suppress(DataError):
         return read_run_header(folder)
     return None
 
@@ -144,9 +148,10 @@ class RunFile:
 
 
 def read_run_file(folder: Path) -> RunFile | None:
-    """Read the run file; None if it is missing, damaged or not a run file."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        stored = unseal(read_regular(folder / RUN_FILE, RUN_FILE_BYTES))
+    """Read the run file; None if it is missing, damaged or not a run file; raises `KvrError` if it cannot be read."""
+    path = folder / RUN_FILE
+    with contextlib.suppress(DataError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        stored = unseal(read_whole(lambda: read_regular(path, RUN_FILE_BYTES), path))
         if stored is not None and isinstance(stored["identity"], dict):
             listed = stored["corpus"]
             "".join([stored["job"], *listed["ids"], *listed["prompts"]]).encode()  # raises unless all are text
@@ -189,7 +194,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
         found = survey(folder)
     for name in found.unlisted:
         _refuse_foreign(folder / name)
-        (folder / name).unlink()
+        remove(folder / name)
     for name in set(found.missing) - damaged.keys():
         say(f"warning: {folder / name} is gone: documents that need it are processed again")
     return found
@@ -217,19 +222,23 @@ def _set_aside(file: Path, header: Header) -> Path:
     if not LOG_NAME.fullmatch(file.name) or not file.is_file() or file.is_symlink():
         rename(file, kept)
         return kept
-    shutil.copyfile(file, kept)
-    with open_source(file) as source, replacing(file) as clean:
+    retried(lambda: shutil.copyfile(file, kept), file)
+    with replacing(file) as clean:
         clean.write(seal(header.as_line()))
-        for line in take_lines(Survey(file.parent, {}), source, reads_all=True):
+        for line in take_lines(Survey(file.parent, {}), file, reads_all=True):
             clean.write(line + b"\n")
     return kept
 
 
 def _refuse_foreign(file: Path) -> None:
     """Refuse to delete files of other programs that have one of our names."""
-    try:
+
+    def look() -> None:
         with open_volume(file):
             pass
+
+    try:
+        read_whole(look, file)
     except ForeignError:
         raise
     except DataError:
@@ -238,7 +247,7 @@ def _refuse_foreign(file: Path) -> None:
 
 def _clear(folder: Path) -> None:
     """Delete the files of a run, including damaged and unfinished ones, and nothing else."""
-    (folder / RUN_FILE).unlink(missing_ok=True)
+    remove(folder / RUN_FILE)
     remove_rank_files(folder / TRACES)
     _remove_unfinished(folder)
     for entry in list_folder(folder):
@@ -251,7 +260,7 @@ def _check_job(
     header: Header,
     corpus: Corpus,
     share: slice,
-    documents: tuple[set[str], set[str]],
+    documents: tuple[Mapping[str, Place], set[str]],
     job: str,
     say: Say,
     log: LogWriter,
@@ -264,7 +273,8 @@ def _check_job(
     records are no longer valid: they could not be read before, or their text has changed, which is allowed if the job
     `extends` the run.
     """
-    recorded, wanted = documents
+    places, wanted = documents
+    recorded = {*places}
     stored, stale, gone = read_run_file(folder), set[str](), set[str]()
     if stored is not None:
         gone = {*stored.gone}
@@ -293,7 +303,12 @@ def _check_job(
             f"{OTHER_FOLDER}"
         )
     elif recorded:
-        say(f"warning: {folder / RUN_FILE} is missing or damaged: whether the documents are still the same is unknown")
+        stale = _unproven(places, corpus) & wanted
+        same = f"{counted(len(recorded & wanted - stale), 'document')} are still the same, by their hashes"
+        again = f"; {counted(len(stale), 'document')} ({_some(sorted(stale))}) may have changed: processed again"
+        say(f"warning: {folder / RUN_FILE} is missing or damaged: {same}{again if stale else ''}")
+        if stale:
+            _drop(log, stale)
     if others := recorded - wanted - gone:
         first = ALL if stored is None else stored.share
         raise OutputError(
@@ -308,6 +323,19 @@ def _check_job(
         with replacing(path) as stream:
             stream.write(line)
     return stale
+
+
+def _unproven(places: Mapping[str, Place], corpus: Corpus) -> set[str]:
+    """Return the ids of answers whose records do not have the hash of the document as it is now."""
+    now = {entry.id: entry.sha256 for entry in corpus.entries}
+    answers = {(place.source, place.at): name for name, place in places.items() if place.is_done and name in now}
+    unproven = {*answers.values()}
+    for source in {source for source, _ in answers}:
+        for at, line in lines_of(source):
+            name = answers.get((source, at))
+            if name is not None and read_record(line, f"{source}: {name!r}").document_sha256 == now[name]:
+                unproven.remove(name)
+    return unproven
 
 
 def _share_text(share: slice) -> str:

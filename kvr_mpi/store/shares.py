@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, RUN_FILE, VOLUME_NAME
+from kvr_mpi.disk import LOCK_NAME, LOG_NAME, RUN_FILE, VOLUME_NAME, is_folder, names_in
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import read_run_header
@@ -79,17 +79,17 @@ def tell_missing(missing: Sequence[str]) -> str:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run: it has a log, a volume or a ``run.json``."""
-    names = os.listdir(folder)
+    names = names_in(folder)
     return any(LOG_NAME.fullmatch(name) or VOLUME_NAME.fullmatch(name) or name == RUN_FILE for name in names)
 
 
 def _runs_in(path: Path) -> list[Path]:
     """List the runs in a folder that is not itself a run, by number."""
-    if not path.is_dir() or is_run(path):
+    if not is_folder(path) or is_run(path):
         return []
     found = []
-    for inner in filter(Path.is_dir, path.iterdir()):  # a run, one that begins, or the results of one
-        if is_run(inner) or any(name == RESULTS or LOCK_NAME.fullmatch(name) for name in os.listdir(inner)):
+    for inner in filter(is_folder, map(path.joinpath, names_in(path))):  # a run, one that begins, or the results of one
+        if is_run(inner) or any(name == RESULTS or LOCK_NAME.fullmatch(name) for name in names_in(inner)):
             found.append(inner)
     return sorted(found, key=_by_number)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
+from kvr_mpi.disk import is_folder, names_in
 from kvr_mpi.errors import DataError, MissingError
-from kvr_mpi.store.folder import survey
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
-from kvr_mpi.store.results import Results
+from kvr_mpi.store.results import Results, look
 from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.states import RankState, read_states, silent_ranks
 from kvr_mpi.store.summary import count_reasons
@@ -67,11 +67,11 @@ class Status:
 
 def read_status(folder: Path, now_s: float | None = None) -> Status:
     """Read the progress of a run, without changing anything; raises `DataError` if there is no run in the folder."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise MissingError(f"{folder}: folder not found; expected the output folder of a run")
-    found, lock, run = survey(folder), read_lock(folder), read_run_file(folder)
+    found, lock, run = look(folder), read_lock(folder), read_run_file(folder)
     if not found.sizes_bytes and lock is None and run is None:
-        if not os.listdir(folder):
+        if not names_in(folder):
             raise DataError(f"{folder} is empty; a job that has just begun loads its model first")
         raise DataError(f"{folder}: not a run; expected the output folder of a run")
     now = time.time() if now_s is None else now_s

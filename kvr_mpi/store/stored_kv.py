@@ -7,10 +7,11 @@ tokens, so that a piece from another attempt is never used. ``results.h5`` store
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kvr_mpi.disk import read_whole
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.hdf5 import group_in, hdf5_errors, type_name
 from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues, StoredLayer, StoredPiece, open_kv
@@ -42,6 +44,40 @@ class Piece:
     path: str
     bytes: int
     sha256: str
+
+
+def check_pieces(path: Path, pieces: Iterable[Piece]) -> dict[Piece, str]:
+    """Verify all checksums of pieces in a volume; return the damaged ones, with the damage.
+
+    Raises `DataError` if the whole file is damaged, and other errors of `read_whole`.
+    """
+
+    def check() -> dict[Piece, str]:
+        damaged: dict[Piece, str] = {}
+        with open_volume(path) as file:
+            kv = group_in(file, KV)
+            for piece in pieces:
+                try:
+                    with hdf5_errors(path):
+                        open_kv(group_in(kv, key_of(piece.id)), piece.bytes, piece.sha256).check()
+                except DataError as error:
+                    damaged[piece] = str(error)
+        return damaged
+
+    return read_whole(check, path)
+
+
+def verify_written(path: Path, pieces: Mapping[str, tuple[int, str]]) -> None:
+    """Read a complete, synced volume again before it is used; raise `OSError` unless it has what was written.
+
+    pieces : bytes and hash of each piece, by id.
+    """
+    try:
+        damaged = check_pieces(path, [Piece(name, str(path), *of) for name, of in pieces.items()])
+    except DataError as error:
+        raise OSError(errno.EIO, f"it differs from what was written: {error}", str(path)) from error
+    for why in damaged.values():
+        raise OSError(errno.EIO, f"it differs from what was written: {why}", str(path))
 
 
 def seal_pieces(pieces: Sequence[Piece]) -> str:
@@ -184,18 +220,22 @@ def open_pieces(name: str, pieces: Sequence[Piece], *, is_part: bool = False) ->
     With `is_part`, a single piece is read as it is, even if it is not a whole document. Raises `DataError`, which
     begins with `name`, if a piece is damaged, or the pieces do not fit together.
     """
-    files: dict[Path, Any] = {}
-    found = []
-    with ExitStack() as stack:
-        for piece in pieces:
-            path = Path(piece.path)
-            with hdf5_errors(path):
-                if path not in files:
-                    files[path] = stack.enter_context(open_volume(path))
-                group = group_in(group_in(files[path], KV), key_of(piece.id))
-                found.append(open_kv(group, piece.bytes, piece.sha256))
-        rows, tokens = (((found[0],),), found[0].tokens) if is_part else _join(name, found)
-        return StoredKV(rows, tokens, stack.pop_all())
+
+    def open_all() -> StoredKV:
+        files: dict[Path, Any] = {}
+        found = []
+        with ExitStack() as stack:
+            for piece in pieces:
+                path = Path(piece.path)
+                with hdf5_errors(path):
+                    if path not in files:
+                        files[path] = stack.enter_context(open_volume(path))
+                    group = group_in(group_in(files[path], KV), key_of(piece.id))
+                    found.append(open_kv(group, piece.bytes, piece.sha256))
+            rows, tokens = (((found[0],),), found[0].tokens) if is_part else _join(name, found)
+            return StoredKV(rows, tokens, stack.pop_all())
+
+    return read_whole(open_all, Path(pieces[0].path) if pieces else Path(name))
 
 
 def _join(name: str, found: Sequence[StoredPiece]) -> tuple[tuple[tuple[StoredPiece, ...], ...], CachedTokens | None]:

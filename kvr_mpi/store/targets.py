@@ -10,7 +10,17 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, RUN_FILE, VOLUME_NAME, final_name, is_output_folder
+from kvr_mpi.disk import (
+    LOCK_NAME,
+    LOG_NAME,
+    OTHER_FOLDER,
+    RUN_FILE,
+    VOLUME_NAME,
+    final_name,
+    is_folder,
+    is_output_folder,
+    names_in,
+)
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.folder import DAMAGED
 from kvr_mpi.store.shares import SHARE_NAME, is_run
@@ -30,9 +40,9 @@ def check_file(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> No
     With `overwrite`, the command may replace an existing file. Raises `OutputError` with the reason, and what to do.
     """
     folder = path.parent
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise OutputError(f"{path} cannot be written: there is no folder {folder}")
-    if path.is_dir():
+    if is_folder(path):
         raise OutputError(f"{path} is a folder; name a file")
     if run := _run_that_owns(folder.resolve() / path.name):
         raise OutputError(f"{path} is a file of the run {run}, which only its own job writes; choose another file")
@@ -73,7 +83,7 @@ def check_output_folder(folder: Path, reads: Iterable[Path] = ()) -> None:
         raise OutputError(
             f"output.path {str(folder)!r} is in the output folder of another run, {str(around)!r}; {OTHER_FOLDER}"
         )
-    inner = sorted(path.name for path in there.iterdir() if _has_run_file(path)) if there.is_dir() else []
+    inner = sorted(name for name in names_in(there) if _has_run_file(there / name)) if is_folder(there) else []
     if inner and not is_run(there):
         raise OutputError(
             f"output.path {str(folder)!r} contains output folders of other runs, such as {inner[0]!r}; {OTHER_FOLDER}"
@@ -92,10 +102,10 @@ def answers_folders(run: Path) -> list[str]:
 
 def _home_of(path: Path) -> Path | None:
     """Return the folder that a file or folder of results belongs to; None for a separate file."""
-    if path.is_dir():
+    if is_folder(path):
         return path
     folder = path.parent
-    return folder if is_run(folder) or any(map(SHARE_NAME.fullmatch, os.listdir(folder))) else None
+    return folder if is_run(folder) or any(map(SHARE_NAME.fullmatch, names_in(folder))) else None
 
 
 def _has_run_file(folder: Path) -> bool:

@@ -32,10 +32,9 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from kvr_mpi.disk import create, rank_file, rank_files, read_regular
+from kvr_mpi.disk import create, rank_file, rank_files, read_regular, write_all
 from kvr_mpi.errors import DataError, Say
 from kvr_mpi.plain import Amount, Count, read_plain
-from kvr_mpi.store.log import write_all
 from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Recorder, Span, SpanKind
 

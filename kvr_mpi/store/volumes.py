@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
@@ -29,11 +30,11 @@ from urllib.parse import quote
 import h5py
 import numpy as np
 
-from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular
+from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular, retried
 from kvr_mpi.errors import DataError, ForeignError
 from kvr_mpi.store.hdf5 import (
+    NewFile,
     create_dataset,
-    create_hdf5,
     dataset_in,
     open_hdf5,
     read_attribute,
@@ -59,9 +60,9 @@ def key_of(any_id: str) -> str:
     return key.replace(".", "%2E") if set(key) == {"."} else key
 
 
-def create_volume(path: Path) -> h5py.File:
+def create_volume(path: Path) -> NewFile:
     """Create a new file, and write its schema."""
-    file = create_hdf5(path)
+    file = NewFile(path)
     write_attribute(file, "schema", SCHEMA)
     write_attribute(file, "schema_version", SCHEMA_VERSION)
     file.create_group(KV)
@@ -77,8 +78,8 @@ def volume_line(volume: Path, pieces: Mapping[str, tuple[int, str]]) -> bytes:
 def open_volume(path: Path) -> Iterator[h5py.File]:
     """Open one of our files for reading, after checking its schema.
 
-    Raises `DataError` if it is missing, damaged, foreign, or has another schema version; also for damage found while it
-    is open.
+    Raises `DataError` if it is damaged, foreign, or has another schema version; also for damage found while it is open,
+    and system errors as `hdf5_errors` does.
     """
     with open_hdf5(path) as file:
         if not len(file.attrs) + len(file):  # a rank that ended while it created the file leaves it so
@@ -114,6 +115,12 @@ class Source:
     stream: BinaryIO
     ranges: tuple[tuple[int, int], ...]
 
+    @property
+    def inode(self) -> tuple[int, int]:
+        """Device and number of the file; another file can have its name later."""
+        status = os.fstat(self.stream.fileno())
+        return status.st_dev, status.st_ino
+
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the offset and text of each complete line; raises `DataError` if the file ends before its lines do."""
         for at, size in self.ranges:
@@ -137,27 +144,46 @@ class Source:
 
 @contextmanager
 def open_source(path: Path) -> Iterator[Source]:
-    """Open a log, or ``results.h5``, for reading; raises `DataError` if it cannot be read, as for `open_volume`."""
+    """Open a log, or ``results.h5``, for reading; raises as `open_volume` does."""
     if not LOG_NAME.fullmatch(path.name):
         with open_volume(path) as file:
             ranges = tuple(_range_of(dataset_in(file, name, "u", (1,))) for name in (LOG, RECORDS))
             # Not a duplicate of HDF5's descriptor, whose position all readers of the file in this process would share.
-            stream = _open_lines(path)
+            stream = open_regular(path)
             if not os.path.sameopenfile(stream.fileno(), file.id.get_vfd_handle()):
                 stream.close()
                 raise DataError(f"{path} was replaced while it was opened")
     else:
-        stream = _open_lines(path)
+        stream = open_regular(path)
         ranges = ((0, os.fstat(stream.fileno()).st_size),)
     with stream:
         yield Source(path, stream, ranges)
 
 
-def _open_lines(path: Path) -> BinaryIO:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the `Source.lines` of a log, or of ``results.h5``; `retried`, from where an attempt failed."""
+    count, first, opened = 0, None, ExitStack()
+    lines: Iterator[tuple[int, bytes]] | None = None
+
+    def next_line() -> tuple[int, bytes] | None:
+        nonlocal lines, first
+        try:
+            if lines is None:
+                source = opened.enter_context(open_source(path))
+                if source.inode != (first := first or source.inode):
+                    raise DataError(f"{path} was replaced while it was read")
+                lines = islice(source.lines(), count, None)
+            return next(lines, None)
+        except OSError:
+            lines = None
+            with suppress(OSError):
+                opened.close()
+            raise
+
+    with opened:
+        while (found := retried(next_line, path)) is not None:
+            count += 1
+            yield found
 
 
 def _range_of(data: h5py.Dataset) -> tuple[int, int]:

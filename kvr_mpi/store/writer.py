@@ -21,17 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import h5py
-
-from kvr_mpi.disk import sync, truncate
+from kvr_mpi.disk import sync
 from kvr_mpi.errors import WriteError
 from kvr_mpi.model.devices import copy_to_host
 from kvr_mpi.store.cost import Cost
+from kvr_mpi.store.hdf5 import NewFile
 from kvr_mpi.store.kv import CachedTokens, KeysValues, PieceWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.log import LINE_BYTES, Header, LogWriter, seal
 from kvr_mpi.store.record import Record, record_values
-from kvr_mpi.store.stored_kv import piece_id, piece_ids
+from kvr_mpi.store.stored_kv import piece_id, piece_ids, verify_written
 from kvr_mpi.store.volumes import KV, create_volume, key_of, volume_line
 from kvr_mpi.trace import Recorder
 
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 
 SYNC_S = 1.0  # records are synced this long after the first unsynced record was written
 COST_S = 60.0  # interval between writes of a rank's cost; a killed job loses at most this much of it
-# A volume is closed this long after its first keys and values, or at this size. A young job closes its volumes after a
-# tenth of its age: it loses at most that if it is killed, and a long job writes only a few more files.
-VOLUME_S, LEAST_VOLUME_S, AGE_SHARE = 60.0, 1.0, 0.1
+# A volume is closed this long after its first keys and values, or at this size. A job that is killed loses at most a
+# minute and, when it is young, a tenth of its age; an old job 2% of it, or the number of files would grow for ever.
+VOLUME_S, LEAST_VOLUME_S, AGE_SHARE, OLD_SHARE = 60.0, 1.0, 0.1, 0.02
 VOLUME_BYTES = 1 << 30
-MARGIN_BYTES = 256 << 10  # free space below which nothing more is written, since HDF5 handles a full disk badly
+MARGIN_BYTES = 256 << 10  # free space below which nothing more is written, so that what was written can be completed
 IN_FLIGHT_BYTES = 512 << 20  # limit of keys and values in the queue; beyond it `write` blocks
 
 
@@ -52,7 +51,7 @@ IN_FLIGHT_BYTES = 512 << 20  # limit of keys and values in the queue; beyond it 
 class _Volume:
     """The volume being written."""
 
-    file: h5py.File
+    file: NewFile
     path: Path
     due_s: float  # on the monotonic clock
     pieces: dict[str, tuple[int, str]] = field(default_factory=dict)  # as in the volume's log line
@@ -86,6 +85,11 @@ class LayersWriter:
     def drop(self) -> None:
         """Discard the document."""
         self.is_dropped = True
+
+
+def volume_s(age_s: float) -> float:
+    """Return the time after which a job of this age closes a volume."""
+    return min(max(LEAST_VOLUME_S, AGE_SHARE * age_s), max(VOLUME_S, OLD_SHARE * age_s))
 
 
 class ResultWriter:
@@ -242,6 +246,8 @@ class ResultWriter:
                 self._check_space(size_bytes)
                 self._piece = self._piece or self._new_piece(document)
                 self._piece.add(number, (keys, values))
+                if self._volume is not None:
+                    self._volume.file.check()
         finally:
             with self._room:  # a blocked `write` continues
                 self._waiting_bytes -= size_bytes
@@ -283,8 +289,7 @@ class ResultWriter:
         path = self._folder / f"{self._name}-{self._count:05d}.h5"
         self._count += 1
         now = time.monotonic()
-        due_s = now + min(VOLUME_S, max(LEAST_VOLUME_S, AGE_SHARE * (now - self._began_s)))
-        return _Volume(create_volume(path), path, due_s)
+        return _Volume(create_volume(path), path, now + volume_s(now - self._began_s))
 
     def _check_space(self, size_bytes: int) -> None:
         if shutil.disk_usage(self._folder).free < size_bytes + MARGIN_BYTES:
@@ -319,6 +324,7 @@ class ResultWriter:
         if volume.pieces:
             sync(volume.path)
             sync(volume.path.parent)
+            verify_written(volume.path, volume.pieces)
             self._log.write(volume_line(volume.path, volume.pieces))
             self._sync()
         else:
@@ -347,8 +353,6 @@ class ResultWriter:
         self._sync_s, self._piece = None, None
         volume, self._volume = self._volume, None
         if volume is not None:
-            with contextlib.suppress(OSError):
-                truncate(volume.path)  # HDF5 cannot close a file on a full disk; this makes room
             with contextlib.suppress(Exception):
                 volume.file.close()
             with contextlib.suppress(OSError):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from kvr_mpi.disk import named_error
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, ConfigError, KvrError, TransportError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     try:
         result = work()
     except Exception as error:
-        failure = error
+        failure = named_error(error)
     code = 0 if failure is None else getattr(failure, "exit_code", EXIT_BUG)
     codes: list[int] = share_json(transport, gather_json(transport, code))
     first = next((rank for rank, code in enumerate(codes) if code), None)
