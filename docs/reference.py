@@ -45,7 +45,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
         "or `clang++`",
-        "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores",
+        "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores or the CPU quota",
         "HF_HUB_OFFLINE": "1: use only local files of models, the default under SLURM; 0: ask the hub",
         "SLURM_JOB_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; set by "
         "SLURM or the job script",

@@ -133,6 +133,11 @@ class UnavailableError(KvrError, OSError):
     meaning = "a file cannot be read now; the same command with --resume continues"
 
 
+def record_error(error: Exception) -> str:
+    """Return the error of a document's record; marked if it may go away (`NOT_NOW`)."""
+    return f"{NOT_NOW}{error}" if isinstance(error, UnavailableError) else str(error)
+
+
 class AgreementError(KvrError):
     """Ranks disagree about a prompt: the job ends before an answer is stored under another document's name."""
 

@@ -37,9 +37,11 @@ def writing_file(path: Path | str) -> Iterator[None]:
     path : Path or str
         The file, for errors that do not name one.
     """
-    from kvr_mpi.errors import OutputError
+    from kvr_mpi.errors import OutputError, UnavailableError
 
     try:
         yield
+    except UnavailableError:  # of a file that is read meanwhile
+        raise
     except OSError as error:
         raise OutputError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
-from kvr_mpi.errors import AgreementError, DataError
+from kvr_mpi.errors import NOT_NOW, AgreementError, DataError, UnavailableError, record_error
 from kvr_mpi.kv.cache import SliceCache
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model.tp_group import TensorParallelGroup, guarded
@@ -52,6 +52,11 @@ class Failure:
         return f"not enough memory {work}: {self.why}" if self.cause == "memory" else self.why
 
 
+def explain_unreadable(why: str) -> str:
+    """Return the error of a prompt whose stored prefix cannot be read."""
+    return why if why.startswith(NOT_NOW) else f"{UNREADABLE}: {why}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: torch's error on a GPU, its RuntimeError on a CPU, or Python's MemoryError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -77,10 +82,10 @@ def attempt(
     try:
         with guarded(tp_group):
             return work()
-    except DataError as error:
+    except (DataError, UnavailableError) as error:
         if not reads_stored:
             raise
-        return Failure(str(error), "stored")
+        return Failure(record_error(error), "stored")
     except (MemoryError, *FAILURES) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
         if is_out_of_memory(error):
@@ -177,7 +182,7 @@ def describe_failure(
 ) -> str:
     """Describe which ranks of the chain failed, and what to do; `failure` is this rank's own."""
     if failure is not None and failure.cause == "stored":
-        return f"{UNREADABLE}: {failure.why}"
+        return explain_unreadable(failure.why)
     why = "" if failure is None else f" ({failure.why})"
     return (
         f"a prompt of {tokens} tokens: rank {', '.join(map(str, ranks))} of the {size} in its chain ran out of memory "

@@ -15,7 +15,7 @@ from kvr_mpi.kv.shares import Share, SharesCache
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import UNREADABLE, Failure, attempt, digest_of
+from kvr_mpi.prefill.failure import Failure, attempt, digest_of, explain_unreadable
 from kvr_mpi.prefill.one_prompt import Prefill, wait_for_compute
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.collectives import all_gather
@@ -118,7 +118,7 @@ def prefill_stored(
         if not isinstance(found, Failure):
             logits = found
         elif found.cause == "stored":
-            why = f"{UNREADABLE}: {found.why}"
+            why = explain_unreadable(found.why)
             document.end_loading(why)
         elif len(prompts) > 1:
             shares.clear()  # frees their reserved rows

@@ -335,6 +335,8 @@ def write_batch(folder: Path, log: Log) -> None:
     try:
         with replacing(file) as stream:
             write_responses(results.records(), stream, str(results.header.model["name"]))
+    except UnavailableError:
+        raise
     except OSError as error:
         log.line(f"warning: {file} cannot be written: {error.strerror or error}; kvr export writes it elsewhere")
     else:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
-from kvr_mpi.errors import DataError, DocumentError
+from kvr_mpi.errors import DataError, DocumentError, UnavailableError, record_error
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.requests.sources import DocumentSource, Split, error_record
 from kvr_mpi.runtime.decoder import Decoder
@@ -115,8 +115,8 @@ class Leader:
                 self._pace.add_work(work)
                 try:
                     self._add_prompts(self._source.request(document, work))
-                except (DocumentError, DataError) as error:
-                    self._sink.write_record(error_record(document, str(error)), work)
+                except (DocumentError, DataError, UnavailableError) as error:
+                    self._sink.write_record(error_record(document, record_error(error)), work)
                 return True
         self._has_documents = False
         return False

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from kvr_mpi.errors import DataError, counted
+from kvr_mpi.errors import DataError, UnavailableError, counted, record_error
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.leader import Leader, WorkerContext
@@ -116,9 +116,10 @@ class ChainWorker:
             began_s = time.perf_counter()
             try:
                 prefills = self._runner.prefill(row)
-            except DataError as error:  # stored keys and values are damaged or incomplete
+            except (DataError, UnavailableError) as error:  # of stored keys and values
                 for plan in row:
-                    self._context.sink.write_record(plan.prompt.error_record(str(error)), plan.prompt.document_work)
+                    record = plan.prompt.error_record(record_error(error))
+                    self._context.sink.write_record(record, plan.prompt.document_work)
                 continue
             self._context.trace.end_row(prefills, began_s)
             for plan, prefill in zip(row, prefills, strict=True):

@@ -275,6 +275,9 @@ def _check_job(
     """
     places, wanted = documents
     recorded = {*places}
+    if passing := {name for name in recorded - wanted if places[name].is_transient}:  # of tables: now there are rows
+        recorded -= passing
+        _drop(log, passing)
     stored, stale, gone = read_run_file(folder), set[str](), set[str]()
     if stored is not None:
         gone = {*stored.gone}
@@ -285,8 +288,6 @@ def _check_job(
         if stale:
             say(f"can be read now, and will be processed: {_describe({'repaired': stale})}")
         _check_read(stored.corpus, corpus)
-        unnamed = {entry.id for entry in stored.corpus.entries if entry.is_transient} & recorded - wanted
-        recorded -= unnamed
         if not extends:
             _check_corpus(folder, stored.corpus, corpus)
         else:
@@ -295,8 +296,8 @@ def _check_job(
                 say(f"{folder} is extended: {told}; results of documents that are gone are kept")
             stale |= (changes["changed"] | changes["new"]) & recorded  # new: a document that is there again
             gone = (gone | changes["gone"]) & recorded - wanted
-        if stale or unnamed:
-            _drop(log, stale | unnamed)
+        if stale:
+            _drop(log, stale)
     elif recorded and extends:
         raise OutputError(
             f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "

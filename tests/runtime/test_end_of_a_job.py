@@ -98,3 +98,24 @@ def test_weights_that_cannot_be_read_are_named(
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
     ran = run_job(1, code=code)
     assert "model.path" in ran.log and "bug in" not in ran.log
+
+
+def test_a_question_about_a_document_that_cannot_be_read_now_is_asked_again(
+    run_job: Callable[..., Any], ask_about: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = run_job(1, "output.kv=true", to="stored").folder
+    asked = ask_about(stored, "And now?")
+    real = batch.open_documents
+
+    def opened(*args: Any) -> Any:  # what was listed is gone for a while
+        monkeypatch.setattr(h5py, "File", failing(h5py.File, system_error(errno.ESTALE), "stored/results", times=999))
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "open_documents", opened)
+        ran = run_job(1, of=asked, to="answers", code=EXIT_BAD_DATA)
+        assert all(record.error.startswith(NOT_NOW) for record in ran.records.values())
+    monkeypatch.undo()
+    assert {record.status for record in run_job(1, of=asked, to="answers", words=["--resume"]).records.values()} == {
+        "done"
+    }
