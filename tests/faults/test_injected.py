@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ from test_faults import seeds
 from warm import can_watch, server
 
 SEEDS = os.environ.get("KVR_TEST_SEEDS") or "1-40"
+ENDS = [2, *range(3, 12288, 3)]
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 
 pytestmark = [
@@ -37,6 +39,10 @@ def kinds(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: Any) -> Ite
         [str(COMPILER), "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
     )
     model = save_tiny_model(folder / "jobs" / "model", small_tokenizer, layers=1)
+    # Answers end at many tokens, so that one shows whether the file with the ends was read.
+    (ends := model / "generation_config.json").write_text(
+        json.dumps(json.loads(ends.read_text()) | {"eos_token_id": ENDS})
+    )
     with server(library) as starter:
         yield Kinds(folder / "jobs", model, starter)
 
