@@ -82,14 +82,14 @@ static inline Lanes sums_of(Lanes *each) {
 
 // Transpose LANES vectors: lane l of vector r becomes lane r of vector l. Each interleaving of the first half of the
 // vectors with the second shifts the lane index by one bit.
-static inline void turn_square(Lanes *each) {
+template <class Vector, class Index = Bits> static inline void turn_square(Vector *each) {
 #if defined(__GNUC__) && !defined(__clang__)
-    Bits low, high;
+    Index low, high;
     for (int l = 0; l < LANES; ++l) low[l] = l / 2 + l % 2 * LANES;
     high = low + LANES / 2;
 #pragma GCC unroll 4
     for (int bit = 1; bit < LANES; bit *= 2) {
-        Lanes mixed[LANES];
+        Vector mixed[LANES];
 #pragma GCC unroll 16
         for (int l = 0; l < LANES / 2; ++l) {
             mixed[2 * l] = __builtin_shuffle(each[l], each[l + LANES / 2], low);
@@ -101,7 +101,7 @@ static inline void turn_square(Lanes *each) {
 #else
     for (int r = 1; r < LANES; ++r)
         for (int l = 0; l < r; ++l) {
-            const float lane = each[r][l];
+            const auto lane = each[r][l];
             each[r][l] = each[l][r];
             each[l][r] = lane;
         }

@@ -14,7 +14,7 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
-from kvr_mpi.model.products import PANELS, PREPACKED, Product, can_lay, find_products
+from kvr_mpi.model.products import PANELS, PREPACKED, WIDENED, Product, can_lay, can_widen, find_products
 
 # With up to TURNS_ROWS rows, calls cycle through tensors of TURNS_BYTES in total, so that they are read from memory.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
@@ -67,6 +67,8 @@ def product_candidates(
             names.append(PANELS)
         if library is not None and layers[0] in narrowed:
             names.append(NARROW)
+        if can_widen(one, library):
+            names.append(WIDENED)
         if len(names) > 1:
             ways = {name: partial(_calls, name, turns, library, narrowed) for name in names}
             kinds.append(Candidates(shape, ways, one.shape[1], one.dtype, {NARROW: NARROW_ROWS}))
@@ -119,8 +121,7 @@ def attention_candidates(loaded: LoadedModel, library: KernelLibrary | None) -> 
         way: lambda params=params: [attending(params, *each) for each in caches()]
         for way, params in ((PLAIN, AttentionParams(scale)), (OWN, ours))
     }
-    most_rows = {} if loaded.dtype == torch.float32 else {OWN: 1}  # in bfloat16 our kernel supports only one query
-    return [Candidates(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
+    return [Candidates(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype)]
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:

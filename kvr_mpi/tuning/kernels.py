@@ -26,7 +26,7 @@ from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import Say, counted
 from kvr_mpi.kv.attention import name_attention, why_no_flash3
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
+from kvr_mpi.model.cpu_attention import DTYPES, CpuAttention, KernelLibrary
 from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
@@ -43,7 +43,7 @@ from kvr_mpi.tuning.candidates import (
     attention_name,
     product_candidates,
 )
-from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
+from kvr_mpi.tuning.compiled_attention import open_attention
 from kvr_mpi.tuning.identity import processor_key
 
 # Minimum speed-up for choosing an implementation; and, at some number of rows, for a second copy of weights.
