@@ -108,7 +108,8 @@ static inline Lanes multiply_few(const Layer<Number> &layer, const float *const 
     constexpr int OUTS = LANES / COUNT;
     const Number *weights = layer.weights + out * layer.row;
     Lanes sums[LANES] = {};
-    for (int64_t begin = 0; begin < layer.features; begin += HALVES_LINE) {
+    int64_t begin = 0;
+    do {
 #pragma GCC unroll 16
         for (int o = 0; o < OUTS; ++o) __builtin_prefetch(weights + (o + OUTS) * layer.row + begin);
 #pragma GCC unroll 2
@@ -137,7 +138,8 @@ static inline Lanes multiply_few(const Layer<Number> &layer, const float *const 
                 }
             }
         }
-    }
+        begin += HALVES_LINE;
+    } while (begin < layer.features);
     return sums_of(sums);
 }
 
@@ -193,7 +195,7 @@ static bool are_few(int64_t outs, int64_t features, int64_t count) {
 template <class Number>
 static void multiply_all(const Layer<Number> &layer, const Number *rows, int64_t count, Number *out, float *room,
                          int64_t threads) {
-    (are_few(layer.outs, layer.features, count) ? few<Number> : many<Number>)(layer, rows, count, out, room, threads);
+    if (count) (are_few(layer.outs, layer.features, count) ? few<Number> : many<Number>)(layer, rows, count, out, room, threads);
 }
 
 extern "C" {

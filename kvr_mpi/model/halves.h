@@ -16,7 +16,7 @@ struct Float16 {
 };
 
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4), aligned(2), may_alias));
 
 // A bfloat16 is the upper half of a float.
 static inline Lanes widened(Halves halves, BFloat16) { return (Lanes)(__builtin_convertvector(halves, Words) << 16); }
