@@ -159,9 +159,7 @@ class KernelLibrary:
         lse = torch.empty(1, heads, queries)
         room = torch.empty(self._room(dim, count, threads))
         strides = query.stride(1), query.stride(2), keys.stride(2), values.stride(2), out.stride(1), out.stride(2)
-        shape = _Shape(
-            group, queries, count, dim, *strides, scale, causal, window or count, DTYPES.index(query.dtype)
-        )
+        shape = _Shape(group, queries, count, dim, *strides, scale, causal, window or count, DTYPES.index(query.dtype))
         with _named("tiled attention"):
             for head in range(kv_heads):
                 of_group = slice(head * group, head * group + group)
@@ -242,9 +240,7 @@ class KernelLibrary:
         pointers = weight.data_ptr(), None if bias is None else bias.data_ptr()
         layer = ctypes.byref(_Layer(*pointers, outs, features, weight.stride(0)))
         with _named("widened product"):
-            self._multiply_halves[weight.dtype](
-                layer, rows.data_ptr(), count, out.data_ptr(), room.data_ptr(), threads
-            )
+            self._multiply_halves[weight.dtype](layer, rows.data_ptr(), count, out.data_ptr(), room.data_ptr(), threads)
         return out
 
     def narrow(self, weight: torch.Tensor) -> NarrowWeights | None:

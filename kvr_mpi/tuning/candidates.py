@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+import numpy as np
 import torch
 
 from kvr_mpi.kv.attention import attend
@@ -15,6 +16,7 @@ from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PANELS, PREPACKED, WIDENED, Product, can_lay, can_widen, find_products
+from kvr_mpi.model.unit_table import Unit, UnitTable
 
 # With up to TURNS_ROWS rows, calls cycle through tensors of TURNS_BYTES in total, so that they are read from memory.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
@@ -109,8 +111,13 @@ def attention_candidates(loaded: LoadedModel, library: KernelLibrary | None) -> 
         return [make_cache(KEYS, draw) for _ in range(max(1, TURNS_BYTES // per_cache))]
 
     def attending(params: AttentionParams, keys: torch.Tensor, values: torch.Tensor) -> Compute:
+        pairs = zip(keys[0].unbind(0), values[0].unbind(0), strict=True)
+        table = UnitTable(1, layer.num_kv_heads, [Unit(0, head, *pair) for head, pair in enumerate(pairs)])
+
         def compute(rows: torch.Tensor) -> torch.Tensor:
             query = rows.view(1, len(rows), heads, layer.key_dim).transpose(1, 2)
+            if len(rows) == 1 and params.kernel is not None:  # as decode steps do, which have such a table
+                return library.attend_units(query, table, np.array([KEYS]), params.scale)[0].view(1, -1)
             return attend(query, keys, values, params).out.transpose(1, 2).reshape(len(rows), -1)
 
         return compute

@@ -229,7 +229,7 @@ def _gains_of(kind: Candidates, calls: Mapping[str, Sequence[Compute]], count: i
 
 
 def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]], counts: Sequence[int]) -> set[str]:
-    """Return the implementations that give torch's results at all of these numbers of rows at which they may be used."""
+    """Return the implementations that give torch's results at those of these numbers of rows where they may be used."""
     right = {*calls}
     for rows in map(kind.rows, counts):
         truth = calls[PLAIN][0](rows)
