@@ -36,7 +36,7 @@ from kvr_mpi.tuning.cores import pinned
 PRODUCTS, ATTENTION, REST = "products with weights", "attention", "everything else"
 # What a profile calls them.
 WEIGHT_OPERATIONS = {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "mkldnn::_linear_pointwise"}
-WEIGHT_OPERATIONS |= {"panel product", "narrow product"}
+WEIGHT_OPERATIONS |= {"panel product", "narrow product", "widened product"}
 ATTENTION_OPERATIONS = {"aten::bmm", "aten::baddbmm"}
 # They read of their first tensor only what they return.
 GATHERS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}

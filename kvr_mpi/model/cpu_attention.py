@@ -22,10 +22,13 @@ from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeigh
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
 # All sources form one library, together with the matrix products.
-_NAMES = ("tiled_attention.cpp", "decode_attention.cpp", "narrow_product.cpp", "panel_product.cpp")
+_NAMES = "tiled_attention.cpp decode_attention.cpp narrow_product.cpp panel_product.cpp half_product.cpp".split()
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "threads.h")]
+HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "halves.h", "panels.h", "threads.h")]
 OWN = "own kernel"
+# The dtypes of keys and values, in the order of `Kind` in ``halves.h``; and those of weights that are widened.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = DTYPES[1:]
 # Sizes and strides, in the order of the C++ structure's fields.
 _SIZES = "group queries keys dim query_head query_row key_row value_row out_head out_row".split()
 
@@ -36,6 +39,14 @@ class _Shape(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("causal", ctypes.c_int32),
         ("window", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
+        *((name, ctypes.c_int64) for name in ("outs", "features", "row")),
     )
 
 
@@ -49,7 +60,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("units", "group", "dim", "query_head")),
         ("scale", ctypes.c_float),
-        ("is_bfloat16", ctypes.c_int32),
+        ("kind", ctypes.c_int64),
     )
 
 
@@ -84,11 +95,17 @@ class KernelLibrary:
         self._lay_panels.restype, self._lay_panels.argtypes = None, [pointer, size, size, pointer, size]
         self._multiply_panels.restype = None
         self._multiply_panels.argtypes = [pointer, pointer, size, size, pointer, size, pointer, pointer, size]
+        self._halves_room, self._multiply_halves = library.kvr_halves_room, dict[torch.dtype, Any]()
+        self._halves_room.restype, self._halves_room.argtypes = size, [size] * 4
+        for dtype in HALVES:
+            multiply = getattr(library, f"kvr_product_of_{str(dtype).removeprefix('torch.')}")
+            multiply.restype, multiply.argtypes = None, [pointer, pointer, size, pointer, pointer, size]
+            self._multiply_halves[dtype] = multiply
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, whatever their lengths."""
         dtype = query.dtype
-        if dtype != torch.float32 and (dtype != torch.bfloat16 or query.shape[2] > 1):
+        if dtype not in DTYPES:
             return False
         for each in (query, keys, values):  # subclasses may have no memory of their own
             if type(each) is not torch.Tensor or each.dtype != dtype or each.device.type != "cpu":
@@ -108,7 +125,7 @@ class KernelLibrary:
             type(each) is torch.Tensor and each.dtype == dtype and each.shape[-1] == dim and each.stride(-1) == 1
             for each in (unit.keys, unit.values)
         )
-        return of_one_kind and dim % self.multiple == 0 and dtype in (torch.float32, torch.bfloat16)
+        return of_one_kind and dim % self.multiple == 0 and dtype in DTYPES
 
     def attend(
         self,
@@ -122,12 +139,12 @@ class KernelLibrary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to all keys or, if `causal`, to those up to each query; the last query is aligned with the last key.
 
-        query : (1, heads, queries, head_dim) in float32, or one query in bfloat16; `takes` must be True.
+        query : (1, heads, queries, head_dim); `takes` must be True.
         keys, values : (1, kv_heads, keys, head_dim).
         window : if `causal`, attend only to the last `window` keys up to each query.
 
-        Returns the output (1, heads, queries, head_dim) in the query's dtype, whose memory is ordered by query, and
-        log-sum-exp (1, heads, queries) in float32.
+        Returns the output (1, heads, queries, head_dim), whose memory is ordered by query, and log-sum-exp (1, heads,
+        queries), both float32.
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
         assert queries <= count if causal else window is None
@@ -136,13 +153,13 @@ class KernelLibrary:
             pairs = enumerate(zip(keys[0].unbind(0), values[0].unbind(0), strict=True))
             table = UnitTable(1, kv_heads, [Unit(0, head, *pair) for head, pair in pairs])
             one, lse = self.attend_units(query, table, np.array([count]), scale, firsts)
-            return one.view(1, heads, 1, dim).to(query.dtype), lse.view(1, heads, 1)
+            return one.view(1, heads, 1, dim), lse.view(1, heads, 1)
         group, threads = heads // kv_heads, torch.get_num_threads()
         out = torch.empty(1, queries, heads, dim).transpose(1, 2)
         lse = torch.empty(1, heads, queries)
         room = torch.empty(self._room(dim, count, threads))
         strides = query.stride(1), query.stride(2), keys.stride(2), values.stride(2), out.stride(1), out.stride(2)
-        shape = _Shape(group, queries, count, dim, *strides, scale, causal, window or count)
+        shape = _Shape(group, queries, count, dim, *strides, scale, causal, window or count, DTYPES.index(query.dtype))
         with _named("tiled attention"):
             for head in range(kv_heads):
                 of_group = slice(head * group, head * group + group)
@@ -174,7 +191,7 @@ class KernelLibrary:
         units[:, OUT], units[:, LSE] = out.data_ptr() + at * (dim * 4), lse.data_ptr() + at * 4
         pieces = -int((-units[:, COUNT] // self._piece).sum())
         room = torch.empty((len(units) + pieces) * group * (dim + 2))
-        step = _Step(len(units), group, dim, by_head, scale, query.dtype == torch.bfloat16)
+        step = _Step(len(units), group, dim, by_head, scale, DTYPES.index(query.dtype))
         with _named("decode attention"):
             self._decode(ctypes.byref(step), units.ctypes.data, room.data_ptr(), torch.get_num_threads())
         return out, lse
@@ -210,6 +227,22 @@ class KernelLibrary:
             self._multiply_panels(*weights, rows.data_ptr(), _count(rows), out.data_ptr(), room.data_ptr(), threads)
         return out
 
+    def multiply_halves(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Multiply (..., features) by 16-bit weights (outs, features) and add a bias (outs,), if any: (..., outs).
+
+        All have the dtype of the weights, whose features are adjacent. Sums are float32. Raises `ValueError` if the
+        kernels do not support the rows.
+        """
+        (outs, features), threads = weight.shape, torch.get_num_threads()
+        rows = _checked(rows, features, weight.dtype)
+        count, out = _count(rows), torch.empty(*rows.shape[:-1], outs, dtype=weight.dtype)
+        room = torch.empty(self._halves_room(outs, features, count, threads), dtype=torch.float32)
+        pointers = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        layer = ctypes.byref(_Layer(*pointers, outs, features, weight.stride(0)))
+        with _named("widened product"):
+            self._multiply_halves[weight.dtype](layer, rows.data_ptr(), count, out.data_ptr(), room.data_ptr(), threads)
+        return out
+
     def narrow(self, weight: torch.Tensor) -> NarrowWeights | None:
         """Copy weights (outs, features) in fewer bits; None if that is lossy, or the kernels do not support them."""
         outs, features = weight.shape
@@ -226,10 +259,10 @@ class KernelLibrary:
         return None
 
 
-def _checked(rows: torch.Tensor, features: int) -> torch.Tensor:
+def _checked(rows: torch.Tensor, features: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return rows (..., features) that the products support, one after the other in memory."""
-    if rows.dtype != torch.float32 or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
-        raise ValueError(f"rows of {rows.dtype} on {rows.device}; expected plain ones of float32 on the CPU")
+    if rows.dtype != dtype or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
+        raise ValueError(f"rows of {rows.dtype} on {rows.device}; expected plain ones of {dtype} on the CPU")
     if features != rows.shape[-1]:
         raise ValueError(f"rows of {rows.shape[-1]} features do not fit the weights")
     return rows.contiguous()

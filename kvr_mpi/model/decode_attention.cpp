@@ -5,11 +5,11 @@
 // PIECE, each with its own maximum and sum (flash decoding, Dao et al. 2023). The results of the pieces are merged in
 // order, so the result does not depend on the number of threads.
 //
-// Keys and values are float32 or bfloat16, which is the upper half of a float32; sums are always float32.
+// Keys and values are float32, bfloat16 or float16, widened in registers; sums are always float32.
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
-#include "lanes.h"
+#include "halves.h"
 #include "threads.h"
 
 #include <atomic>
@@ -29,23 +29,8 @@ struct Unit {
 struct Step {
     int64_t units, group, dim, query_head;
     float scale;
-    int32_t is_bfloat16;  // queries, keys and values
+    int64_t kind;  // of queries, keys and values
 };
-
-typedef uint16_t BFloat16;
-
-static inline Lanes load(const BFloat16 *from) {
-    Bits bits;
-    for (int l = 0; l < LANES; ++l) bits[l] = static_cast<int32_t>(static_cast<uint32_t>(from[l]) << 16);
-    return (Lanes)bits;
-}
-static inline float number(float value) { return value; }
-static inline float number(BFloat16 value) {
-    const uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float whole;
-    __builtin_memcpy(&whole, &bits, sizeof whole);
-    return whole;
-}
 
 // Scores (ROWS, BLOCK) of some queries (ROWS, dim) and a block of keys.
 template <int ROWS, typename T>
@@ -162,8 +147,8 @@ template <typename T> static void attend_all(const Step &s, const Unit *units, f
     for (int64_t u = 0; u < s.units; ++u) {
         const T *query = static_cast<const T *>(units[u].query);
         for (int64_t g = 0; g < s.group; ++g)  // softmax weights are computed as powers of two
-            for (int64_t d = 0; d < s.dim; ++d)
-                queries[(u * s.group + g) * s.dim + d] = number(query[g * s.query_head + d]) * (s.scale * LOG2_E);
+            for (int64_t d = 0; d < s.dim; d += LANES)
+                store(queries + (u * s.group + g) * s.dim + d, load(query + g * s.query_head + d) * (s.scale * LOG2_E));
         for (int64_t piece = 0; piece * PIECE < units[u].count; ++piece, free += s.group * (s.dim + 2))
             parts.push_back({free, free + s.group * s.dim, free + s.group * (s.dim + 1)});
         firsts.push_back(parts.size());
@@ -196,6 +181,6 @@ int64_t kvr_decode_piece() { return PIECE; }
 
 // Room: (units + all their pieces) x group x (dim + 2).
 void kvr_decode_attention(const Step *step, const Unit *units, float *room, int64_t threads) {
-    (step->is_bfloat16 ? attend_all<BFloat16> : attend_all<float>)(*step, units, room, threads);
+    as_numbers(step->kind, [&](auto number) { attend_all<decltype(number)>(*step, units, room, threads); });
 }
 }

@@ -65,6 +65,11 @@ def kernels_of(model: torch.nn.Module) -> dict[str, Kernel]:
     return {name: _KERNELS[module] for name, module in model.named_modules() if module in _KERNELS}
 
 
+def kernel_of(module: torch.nn.Module) -> Any:
+    """Return a module's kernel, or None."""
+    return _KERNELS.get(module)
+
+
 def kernel_bytes(model: torch.nn.Module) -> int:
     """Bytes that a model's kernels need in addition to the model."""
     return sum(kernel.nbytes for kernel in kernels_of(model).values())

@@ -2,7 +2,9 @@
 
 Weights are copied to the panels of our own kernel (``panel_product.cpp``), or to oneDNN's layout: the first is faster
 with AVX2, the second with AVX-512 and many rows. With few rows, the smallest copy is fastest (`narrow_product`).
-`tuning.kernels` measures which to use. Copies are made once, in addition to the weights.
+Copies are made once, in addition to the weights. Weights in 16 bits need none: our kernel reads those of the model
+and widens them in registers (``half_product.cpp``), which is several times as fast as torch on processors without
+16-bit instructions. `tuning.kernels` measures which to use.
 
 torch has oneDNN's layout for its compiler, in private operators; without them, the original weights are used.
 """
@@ -11,17 +13,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from kvr_mpi.model.cpu_attention import DTYPES, HALVES, KernelLibrary
 from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, is_plain_linear, way_for
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 
-if TYPE_CHECKING:
-    from kvr_mpi.model.cpu_attention import KernelLibrary
-
-PREPACKED, PANELS = "prepacked", "panels"
+PREPACKED, PANELS, WIDENED = "prepacked", "panels", "widened"
 # The layouts of weights; a layer has at most one copy of this kind.
 LAYOUTS = (PREPACKED, PANELS)
 # Some builds of torch lack these operators.
@@ -34,7 +34,8 @@ class Product:
     """The product of a `torch.nn.Linear`, with copies of its weights.
 
     ways : the copy to use for each number of rows, or the weights themselves.
-    library : needed for panels, and for weights in fewer bits. A layer that has no such copy uses another one.
+    library : needed for panels, for weights in fewer bits, and for weights that are widened. A layer without such a
+        copy uses another one.
     narrowed : its weights in fewer bits, if they exist already.
     """
 
@@ -66,6 +67,9 @@ class Product:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply (..., in_features) to (..., out_features)."""
         way = way_for(self.ways, rows.numel() // rows.shape[-1])
+        if way == WIDENED and can_widen(self._weight, self.library) and type(rows) is torch.Tensor:
+            assert self.library is not None
+            return self.library.multiply_halves(rows, self._weight, self._bias)
         if way == NARROW and self._narrowed is not None and type(rows) is torch.Tensor:
             assert self.library is not None
             narrow_product = self.library.multiply(rows, self._narrowed)
@@ -80,12 +84,12 @@ class Product:
 
 
 def find_products(model: torch.nn.Module) -> dict[str, list[torch.nn.Linear]]:
-    """List the linear layers whose weights can be copied, by shape; layers of one shape use the same copy."""
+    """List the linear layers with several implementations, by shape; layers of one shape use the same one."""
     found: dict[str, list[torch.nn.Linear]] = {}
     for module in model.modules():
         if is_plain_linear(module):
             weight = module.weight
-            if can_lay(weight) or (weight.device.type == "cpu" and weight.dtype == torch.float32):
+            if weight.device.type == "cpu" and weight.dtype in DTYPES:
                 found.setdefault(f"{module.out_features}x{module.in_features}", []).append(module)
     return found
 
@@ -121,6 +125,11 @@ def give_products(
         for shape, layers in find_products(model).items():
             for layer in layers if shape in ways else ():
                 give_kernel(layer, Product(layer, ways[shape], library, narrowed.get(layer)))
+
+
+def can_widen(weight: torch.Tensor, library: KernelLibrary | None) -> bool:
+    """Whether our kernel reads these weights in place."""
+    return library is not None and weight.dtype in HALVES and weight.device.type == "cpu" and weight.stride(1) == 1
 
 
 def can_lay(weight: torch.Tensor) -> bool:

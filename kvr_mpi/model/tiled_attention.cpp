@@ -1,15 +1,16 @@
 // Exact attention on a CPU, in tiles that stay in registers and in the L1 cache.
 //
-// FlashAttention (Dao et al. 2022; version 2: 2023) for float32: a tile of ROWS queries processes the keys in blocks of
+// FlashAttention (Dao et al. 2022; version 2: 2023) in float32: a tile of ROWS queries processes the keys in blocks of
 // BLOCK, with a running maximum and sum for each query, and its scores never leave the cache. Both products use one
 // micro-kernel (Goto and van de Geijn 2008), which holds ROWS x WIDE results in registers. The keys and values of a
 // head are packed once into panels of WIDE columns, which the micro-kernel reads sequentially, and which all query
 // heads of the group share: unpacked rows a multiple of 4 KiB apart would evict each other from the L1 cache. TILES
 // tiles use a panel while it is in the cache. Above a causal diagonal, only the rest of the tiles on it is computed.
+// 16-bit queries, keys and values are widened where they are scaled or packed.
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
-#include "lanes.h"
+#include "halves.h"
 #include "threads.h"
 
 #include <atomic>
@@ -28,6 +29,7 @@ struct Shape {
     float scale;
     int32_t causal;  // query i sees the keys up to keys - queries + i
     int64_t window;  // if causal: only the last `window` of these
+    int64_t kind;
 };
 
 // c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), plus the old c times each row's `keep` if that is given; b is a
@@ -58,18 +60,25 @@ static inline void multiply(const float *a, int64_t a_row, const float *b, float
 static int64_t room_of(int64_t dim) { return QUERIES * (2 * dim + BLOCK); }
 static int64_t padded(int64_t keys) { return (keys + BLOCK - 1) / BLOCK * BLOCK; }
 
-// Attend from up to QUERIES queries of one head, from `first` on, to packed keys and values.
-static void attend(const Shape &s, const float *query, const float *keys, const float *values, float *out, float *lse,
+// Widen and scale up to QUERIES queries of one head, from `first` on; missing ones are zeros.
+template <class Number> static void scale(const Shape &s, const Number *query, int64_t first, float *scaled) {
+    const int64_t rows = std::min<int64_t>(QUERIES, s.queries - first);
+    const float by = s.scale * LOG2_E;  // softmax weights are computed as powers of two
+    std::fill_n(scaled + rows * s.dim, (QUERIES - rows) * s.dim, 0.0f);
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t d = 0; d < s.dim; d += LANES)
+            store(scaled + r * s.dim + d, load(query + (first + r) * s.query_row + d) * by);
+}
+
+// Attend from these queries, which are in the room, to packed keys and values.
+static void attend(const Shape &s, const float *keys, const float *values, float *out, float *lse,
                    int64_t first, float *room) {
     const int64_t rows = std::min<int64_t>(QUERIES, s.queries - first), tiles = (rows + ROWS - 1) / ROWS;
     const int64_t before = s.causal ? s.keys - s.queries + first : s.keys;  // keys before the first query's own
     float *scaled = room, *sums = scaled + QUERIES * s.dim, *scores = sums + QUERIES * s.dim;
     float most[QUERIES], total[QUERIES] = {}, rescale[QUERIES];
     std::fill_n(most, QUERIES, -std::numeric_limits<float>::max());
-    std::fill_n(scaled, 2 * QUERIES * s.dim, 0.0f);
-    const float scale = s.scale * LOG2_E;  // softmax weights are computed as powers of two
-    for (int64_t r = 0; r < rows; ++r)
-        for (int64_t d = 0; d < s.dim; ++d) scaled[r * s.dim + d] = query[(first + r) * s.query_row + d] * scale;
+    std::fill_n(sums, QUERIES * s.dim, 0.0f);
     const int64_t all = s.causal ? before + rows : s.keys;
     const int64_t unseen = s.causal ? std::max<int64_t>(0, before + 1 - s.window) : 0;
     for (int64_t begin = unseen / BLOCK * BLOCK; begin < all; begin += BLOCK) {
@@ -105,7 +114,8 @@ static void attend(const Shape &s, const float *query, const float *keys, const 
 
 // Pack a block of keys (keys, dim) as (keys / WIDE, dim, WIDE), and of values as (dim / WIDE, keys, WIDE), padded with
 // zeros.
-static void pack(const Shape &s, const float *keys, const float *values, float *packed_keys, float *packed_values,
+template <class Number>
+static void pack(const Shape &s, const Number *keys, const Number *values, float *packed_keys, float *packed_values,
                  int64_t begin) {
     for (int64_t from = begin; from < begin + BLOCK; from += LANES)
         for (int64_t d = 0; d < s.dim; d += LANES) {
@@ -122,15 +132,9 @@ static void pack(const Shape &s, const float *keys, const float *values, float *
         }
 }
 
-extern "C" {
-int64_t kvr_attention_multiple() { return WIDE; }
-int64_t kvr_attention_room(int64_t dim, int64_t keys, int64_t threads) {
-    return 2 * dim * padded(keys) + threads * room_of(dim);
-}
-
-void kvr_attention(const Shape *shape, const float *query, const float *keys, const float *values, float *out,
-                   float *lse, float *room, int64_t threads) {
-    const Shape s = *shape;
+template <class Number>
+static void attend_all(const Shape &s, const Number *query, const Number *keys, const Number *values, float *out,
+                       float *lse, float *room, int64_t threads) {
     const int64_t blocks = padded(s.keys) / BLOCK, parts = (s.queries + QUERIES - 1) / QUERIES;
     float *packed_keys = room, *packed_values = packed_keys + s.dim * padded(s.keys);
     float *rooms = packed_values + s.dim * padded(s.keys);
@@ -142,9 +146,25 @@ void kvr_attention(const Shape *shape, const float *query, const float *keys, co
         while (done < blocks) std::this_thread::yield();
         for (int64_t i; (i = next++) < s.group * parts;) {
             const int64_t head = i % s.group, first = (parts - 1 - i / s.group) * QUERIES;  // the longest first
-            attend(s, query + head * s.query_head, packed_keys, packed_values, out + head * s.out_head,
-                   lse + head * s.queries, first, own);
+            scale(s, query + head * s.query_head, first, own);
+            attend(s, packed_keys, packed_values, out + head * s.out_head, lse + head * s.queries, first, own);
         }
+    });
+}
+
+extern "C" {
+int64_t kvr_attention_multiple() { return WIDE; }
+int64_t kvr_attention_room(int64_t dim, int64_t keys, int64_t threads) {
+    return 2 * dim * padded(keys) + threads * room_of(dim);
+}
+
+// Queries, keys and values have numbers of one kind.
+void kvr_attention(const Shape *shape, const void *query, const void *keys, const void *values, float *out, float *lse,
+                   float *room, int64_t threads) {
+    as_numbers(shape->kind, [&](auto number) {
+        using Number = decltype(number);
+        attend_all(*shape, static_cast<const Number *>(query), static_cast<const Number *>(keys),
+                   static_cast<const Number *>(values), out, lse, room, threads);
     });
 }
 }

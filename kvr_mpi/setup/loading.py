@@ -20,7 +20,7 @@ from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compiled_attention import open_attention
-from kvr_mpi.tuning.kernels import choose_kernels
+from kvr_mpi.tuning.kernels import choose_kernels, describe_slow_dtype
 
 T = TypeVar("T")
 
@@ -57,6 +57,8 @@ def load_on_all(
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
         with alone(tp_group):  # kernels are measured without sums over the group
             choose_kernels(loaded, world, free, arguments["cache_dir"], say or silent)
+    if say is not None and world.rank == 0 and (line := describe_slow_dtype(loaded)) is not None:
+        say(line)
     return loaded
 
 

@@ -35,7 +35,7 @@ from kvr_mpi.kv.prefix import SharedPrefix
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
-from kvr_mpi.model.kernels import kernel_bytes
+from kvr_mpi.model.kernels import kernel_bytes, kernels_of, name_ways
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.shape import logits_width
 from kvr_mpi.model.shared_heads import shared_bytes
@@ -236,10 +236,11 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
     if spec.planned:
         chains = f"{counted(lane.size, 'rank')} in chains as planned"
     copied = kernel_bytes(loaded.model)
-    weights = f", CPU kernels ({bytes_text(copied)} more)" if copied else ""
+    kernels = f" ({name_ways(loaded.model)})" if kernels_of(loaded.model) and loaded.device.type == "cpu" else ""
+    weights = f", copies of weights ({bytes_text(copied)} more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "
-        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{weights}; {chains}, "
+        f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device.type}{kernels}{weights}; {chains}, "
         f"{counted(torch.get_num_threads(), 'thread')} per rank; "
         f"{loaded.shape.kv_bytes_per_token / 1024:.0f} KiB of keys and values per token"
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
+import numpy as np
 import torch
 
 from kvr_mpi.kv.attention import attend
@@ -14,7 +15,8 @@ from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
-from kvr_mpi.model.products import PANELS, PREPACKED, Product, can_lay, find_products
+from kvr_mpi.model.products import PANELS, PREPACKED, WIDENED, Product, can_lay, can_widen, find_products
+from kvr_mpi.model.unit_table import Unit, UnitTable
 
 # With up to TURNS_ROWS rows, calls cycle through tensors of TURNS_BYTES in total, so that they are read from memory.
 TURNS_BYTES, TURNS_ROWS = 64 << 20, 8
@@ -67,6 +69,8 @@ def product_candidates(
             names.append(PANELS)
         if library is not None and layers[0] in narrowed:
             names.append(NARROW)
+        if can_widen(one, library):
+            names.append(WIDENED)
         if len(names) > 1:
             ways = {name: partial(_calls, name, turns, library, narrowed) for name in names}
             kinds.append(Candidates(shape, ways, one.shape[1], one.dtype, {NARROW: NARROW_ROWS}))
@@ -107,8 +111,13 @@ def attention_candidates(loaded: LoadedModel, library: KernelLibrary | None) -> 
         return [make_cache(KEYS, draw) for _ in range(max(1, TURNS_BYTES // per_cache))]
 
     def attending(params: AttentionParams, keys: torch.Tensor, values: torch.Tensor) -> Compute:
+        pairs = zip(keys[0].unbind(0), values[0].unbind(0), strict=True)
+        table = UnitTable(1, layer.num_kv_heads, [Unit(0, head, *pair) for head, pair in enumerate(pairs)])
+
         def compute(rows: torch.Tensor) -> torch.Tensor:
             query = rows.view(1, len(rows), heads, layer.key_dim).transpose(1, 2)
+            if len(rows) == 1 and params.kernel is not None:  # as decode steps do, which have such a table
+                return library.attend_units(query, table, np.array([KEYS]), params.scale)[0].view(1, -1)
             return attend(query, keys, values, params).out.transpose(1, 2).reshape(len(rows), -1)
 
         return compute
@@ -119,8 +128,7 @@ def attention_candidates(loaded: LoadedModel, library: KernelLibrary | None) -> 
         way: lambda params=params: [attending(params, *each) for each in caches()]
         for way, params in ((PLAIN, AttentionParams(scale)), (OWN, ours))
     }
-    most_rows = {} if loaded.dtype == torch.float32 else {OWN: 1}  # in bfloat16 our kernel supports only one query
-    return [Candidates(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, most_rows)]
+    return [Candidates(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype)]
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:

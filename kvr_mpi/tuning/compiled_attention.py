@@ -7,6 +7,7 @@ repeat a failed compilation, but every job looks again for a missing compiler.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -23,11 +24,10 @@ import xxhash
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import Say
-from kvr_mpi.model.cpu_attention import HEADERS, SOURCES, KernelLibrary
+from kvr_mpi.model.cpu_attention import DTYPES, HALVES, HEADERS, SOURCES, KernelLibrary
 from kvr_mpi.model.narrow_product import BLOCK, NarrowWeights
 from kvr_mpi.tuning.identity import processor_key
 
-DTYPES = (torch.float32, torch.bfloat16)
 # Time limit for compiling, for busy machines.
 LIMIT_S = 300.0
 MOST_BYTES = 64 << 20
@@ -42,8 +42,9 @@ ALLOWED_ERROR = 1e-5
 # keys and on both sides of a block's end, and one query with one or several pieces of keys.
 TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
 # Test cases of products: a number of outputs that is not a multiple of a tile, and full and partial tiles of rows; for
-# panels also more features than a tile takes at a time, and several pieces of rows.
+# panels also more features than a tile takes at a time, and several pieces of rows; for 16 bits both.
 TRIED_OUTS, TRIED_ROWS, TRIED_PANELS = 71, (1, 2, 3, 8, 13), ((1, 40), (23, 401), (205, 33))
+TRIED_HALVES = (*((count, 96) for count in TRIED_ROWS), (23, 401), (397, 33))
 
 
 def open_attention(
@@ -188,14 +189,13 @@ def _try(library: KernelLibrary) -> None:
             torch.randn(1, rows, number, dim, generator=draw).transpose(1, 2)
             for rows, number in ((queries, heads), (count, kv_heads), (count, kv_heads))
         ]
-        for dtype in DTYPES if queries == 1 else DTYPES[:1]:
+        for dtype in DTYPES:
             query, keys, values = (each.to(dtype) for each in tensors)
-            error = ALLOWED_ERROR if dtype == torch.float32 else torch.finfo(dtype).eps
             for causal, window in ((False, None), (True, None), (True, 10)):
                 how: Any = {"causal": causal, "window": window}
                 found = library.attend(query, keys, values, 0.3, **how)
                 for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
-                    if not torch.allclose(mine.double(), truth, rtol=error, atol=error):
+                    if not torch.allclose(mine.double(), truth, rtol=ALLOWED_ERROR, atol=ALLOWED_ERROR):
                         raise ValueError("it gives wrong results")
 
 
@@ -229,11 +229,15 @@ def _try_products(library: KernelLibrary) -> None:
     for count, features in TRIED_PANELS:
         rows, weight = (torch.randn(each, features, generator=draw) for each in (count, TRIED_OUTS))
         _compare(library.multiply_panels(rows, library.lay_panels(weight), TRIED_OUTS, None), rows, weight.double())
+    for dtype, (count, features) in itertools.product(HALVES, TRIED_HALVES):
+        rows, weight = (torch.randn(each, features, generator=draw).to(dtype) for each in (count, TRIED_OUTS))
+        _compare(library.multiply_halves(rows, weight, None), rows, weight.double())
 
 
 def _compare(found: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
-    wanted = rows.double() @ weight.T
-    if not bool(((found.double() - wanted).abs() <= ALLOWED_ERROR * (rows.double().abs() @ weight.abs().T)).all()):
+    wanted, rounding = rows.double() @ weight.T, 0.0 if found.dtype == torch.float32 else torch.finfo(found.dtype).eps
+    allowed = rounding * wanted.abs() + ALLOWED_ERROR * (rows.double().abs() @ weight.abs().T)
+    if not bool(((found.double() - wanted).abs() <= allowed).all()):
         raise ValueError("it gives wrong results")
 
 

@@ -26,9 +26,9 @@ from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import Say, counted
 from kvr_mpi.kv.attention import name_attention, why_no_flash3
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.cpu_attention import CpuAttention, KernelLibrary
+from kvr_mpi.model.cpu_attention import DTYPES, HALVES, CpuAttention, KernelLibrary
 from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions
-from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel
+from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_of
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
 from kvr_mpi.model.products import LAYOUTS, find_products, give_products, narrow_weights
@@ -43,7 +43,7 @@ from kvr_mpi.tuning.candidates import (
     attention_name,
     product_candidates,
 )
-from kvr_mpi.tuning.compiled_attention import DTYPES, open_attention
+from kvr_mpi.tuning.compiled_attention import open_attention
 from kvr_mpi.tuning.identity import processor_key
 
 # Minimum speed-up for choosing an implementation; and, at some number of rows, for a second copy of weights.
@@ -60,6 +60,10 @@ MOST_CALL_S = 0.2
 # Results are compared at these numbers of rows. Our kernels divide rows into pieces of at most 192. Like 512 rows, the
 # largest number makes several pieces, the last with a partial tile; with 512, an LM head would take seconds.
 COMPARED_ROWS = (*ROWS[:-1], 205)
+# But not where torch alone would take this long: its 16-bit products may be slow, and kinds share their kernels.
+MOST_COMPARED_S = 1.0
+# Rows with which products in a model's dtype are timed against float32, and how much slower they are when jobs say so.
+SLOW_ROWS, SLOW_FACTOR = 64, 1.5
 MOST_FILE_BYTES = 1 << 20
 
 Gains = dict[str, dict[str, list[float]]]
@@ -198,7 +202,7 @@ def measure_gains(kinds: Sequence[Candidates]) -> Gains:
             if taken_s * count < MOST_CALL_S:
                 rows[at] = _gains_of(kind, calls, count)
                 taken_s = rows[at][PLAIN] / count
-        right = _right_ways(kind, calls)
+        right = _right_ways(kind, calls, [count for count in COMPARED_ROWS if taken_s * count < MOST_COMPARED_S])
         gains[kind.name] = {
             way: [row[way] for row in rows] if way in right else [0.0] * len(ROWS) for way in calls if way != PLAIN
         }
@@ -224,10 +228,10 @@ def _gains_of(kind: Candidates, calls: Mapping[str, Sequence[Compute]], count: i
     return dict.fromkeys(calls, 1.0) | gains | {PLAIN: min(plain) / repeats / len(turns[PLAIN])}
 
 
-def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]]) -> set[str]:
-    """Return the implementations that give torch's results at all `COMPARED_ROWS` at which they may be used."""
+def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]], counts: Sequence[int]) -> set[str]:
+    """Return the implementations that give torch's results at those of these numbers of rows where they may be used."""
     right = {*calls}
-    for rows in map(kind.rows, COMPARED_ROWS):
+    for rows in map(kind.rows, counts):
         truth = calls[PLAIN][0](rows)
         right -= {
             way
@@ -235,6 +239,31 @@ def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]]) -> set
             if len(rows) <= kind.most_rows.get(way, len(rows)) and not is_same(truth, calls[way][0](rows))
         }
     return right
+
+
+@torch.inference_mode()
+def describe_slow_dtype(loaded: LoadedModel) -> str | None:
+    """Say how much slower a 16-bit model's products are than in float32 on this CPU, with its kernels in use or not.
+
+    Returns None if they are about as fast, or on GPUs. The products of most multiplications per layer are timed.
+    """
+    products = find_products(loaded.model)
+    if loaded.dtype not in HALVES or loaded.device.type != "cpu" or not products:
+        return None
+    layer = max(products.values(), key=lambda layers: (len(layers) > 1, len(layers) * layers[0].weight.numel()))[0]
+    kernel = kernel_of(layer)
+    own = partial(torch.nn.functional.linear, weight=layer.weight, bias=layer.bias) if kernel is None else kernel
+    wide = partial(torch.nn.functional.linear, weight=layer.weight.float())
+    rows = torch.randn(SLOW_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
+    halves = rows.to(loaded.dtype)
+    ratio = median(_seconds([own], halves, 1) / _seconds([wide], rows, 1) for _ in range(PAIRS))
+    if ratio < SLOW_FACTOR:
+        return None
+    name = str(loaded.dtype).removeprefix("torch.")
+    return (
+        f"warning: {name} is slow on this processor: products of weights take {ratio:.1f} times as long as in float32. "
+        "Set model.dtype = 'float32', which takes twice the memory, or model.kernels = 'measured' with a C++ compiler"
+    )
 
 
 def _seconds(calls: Sequence[Compute], rows: torch.Tensor, repeats: int) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from chains import chain, single
 from models import prompt, tiny
 
-from kvr_mpi.model.kernels import PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of
+from kvr_mpi.model.cpu_attention import KernelLibrary
+from kvr_mpi.model.kernels import PLAIN, ROWS, forget_kernels, kernel_bytes, kernels_of, name_ways
 from kvr_mpi.model.narrow_product import NARROW
-from kvr_mpi.model.products import MULTIPLY, PANELS, PREPACKED, Product, find_products, give_products
+from kvr_mpi.model.products import MULTIPLY, PANELS, PREPACKED, WIDENED, Product, find_products, give_products
+from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Detail
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -250,3 +254,49 @@ def test_ranks_of_a_host_take_the_same_ways(
     monkeypatch.setattr(kernels, "_read", lambda *where: read(*where) if next(seen) else None)
     run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
     assert len(chosen) == 7 and chosen[-1] == chosen[-2]
+
+
+# Models in 16 bits
+
+
+def as_bfloat16(name: str) -> Any:
+    loaded = tiny.__wrapped__(name)
+    return replace(loaded, model=loaded.model.bfloat16(), dtype=torch.bfloat16)
+
+
+def test_a_model_in_16_bits_widens_its_weights_where_that_is_fastest(
+    loaded: Any, library: KernelLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, ids = as_bfloat16("llama-gqa"), prompt(60)
+    truth = single(found, ids).logits
+    monkeypatch.setattr(kernels, "_open_attention", lambda *given, **options: library)
+    said: list[str] = []
+
+    def measure(kinds: Any) -> Any:
+        return {
+            name: {way: [2.0 if way == WIDENED else 0.5] * len(ROWS) for way in ways}
+            for name, ways in measured(kinds, 1.0).items()
+        }
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernels, "measure_gains", measure)
+        choose_kernels(found, LocalTransport(), ROOM, tmp_path, said.append)
+    assert kernel_bytes(found.model) == 0 and WIDENED in name_ways(found.model)
+    logits = chain(found, ids, (0, 31, 60)).logits
+    assert truth is not None and error_share(logits, truth) <= allowed_error(torch.bfloat16)
+    shutil.rmtree(tmp_path)
+    monkeypatch.setattr(kernels, "MOST_CALL_S", float("inf"))
+    choose_kernels(found, LocalTransport(), ROOM, tmp_path, said.append)
+    assert not any("not used" in line for line in said), "measured for real, it gives the right results"
+
+
+@pytest.mark.parametrize(("ratio", "is_told"), [(4.0, True), (1.2, False)])
+def test_a_job_is_told_of_a_dtype_that_is_slow_here(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, is_told: bool
+) -> None:
+    found, times = as_bfloat16("llama-gqa"), {torch.bfloat16: ratio, torch.float32: 1.0}
+    monkeypatch.setattr(kernels, "_seconds", lambda calls, rows, repeats: times[rows.dtype])
+    told = kernels.describe_slow_dtype(found)
+    assert (told is not None) == is_told
+    assert told is None or ("4.0 times" in told and "model.dtype = 'float32'" in told)
+    assert kernels.describe_slow_dtype(tiny("llama-gqa")) is None
