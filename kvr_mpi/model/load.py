@@ -17,7 +17,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import GENERATION, check_config, check_dtype, check_generation, check_loaded
 from kvr_mpi.model.devices import choose_device
 from kvr_mpi.model.shape import BUILDING, ModelShape, meta_model, probe_shape, shape_of
-from kvr_mpi.model.source import ModelSource, explained, fingerprint_of, locate
+from kvr_mpi.model.source import ModelSource, explained, fingerprint_of, folder_of, locate
 from kvr_mpi.model.tensor_parallel import Part, join_group, part_config, part_of, sliced_weights, why_not_by_plan
 from kvr_mpi.model.tokenizer_file import load_tokenizer
 from kvr_mpi.model.tp_group import TensorParallelGroup
@@ -105,7 +105,7 @@ def load_model(
             part = part_of(config, tp_group.rank, tp_group.size)
             model, info = _read_part(Path(source.location), config, part, _dtype_of(config, dtype), target)
         tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
-        files = _cached_folder(source) if source.is_hub else Path(source.location)
+        files = folder_of(source)
         if source.is_hub:
             check_types(files, config)
         check_loaded(model, info, [name for name, _ in tensor_types(files)])
@@ -120,7 +120,7 @@ def load_model(
         tokenizer=tokenizer,
         shape=replace(shape, dtype_bytes=model.dtype.itemsize),
         name=path,
-        fingerprint=fingerprint_of(source, model.config),
+        fingerprint=fingerprint_of(source),
         dtype=model.dtype,
         device=target,
         tp_group=tp_group,
@@ -138,13 +138,6 @@ def _read_config(source: ModelSource, options: Mapping[str, Any]) -> Any:
     given, _ = PreTrainedConfig.get_config_dict(source.location, local_files_only=options["local_files_only"])
     check_config(config, given)
     return config
-
-
-def _cached_folder(source: ModelSource) -> Path:
-    """Return the folder of the hub's cache in which a model has just been loaded."""
-    from transformers.utils import cached_file
-
-    return Path(str(cached_file(source.location, "config.json", local_files_only=True))).parent
 
 
 def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target: torch.device) -> tuple[Any, Any]:
@@ -211,4 +204,4 @@ def load_outline(
         tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         chosen, model = _dtype_of(config, dtype), meta_model(config, torch.bfloat16)
         shape = shape_of(model, chosen)
-    return LoadedModel(model, tokenizer, shape, path, fingerprint_of(source, config), chosen, torch.device("meta"))
+    return LoadedModel(model, tokenizer, shape, path, fingerprint_of(source), chosen, torch.device("meta"))

@@ -202,12 +202,23 @@ def _why_no_hub() -> str:
     return ""
 
 
-def fingerprint_of(source: ModelSource, config: Any) -> str:
-    """Return the identity of the weights: the same on every host, but different for other models."""
+def folder_of(source: ModelSource) -> Path:
+    """Return a model's folder; for a hub id, the snapshot in the local cache, after its configuration was loaded."""
+    if not source.is_hub:
+        return Path(source.location)
+    from huggingface_hub import try_to_load_from_cache
+
+    return Path(str(try_to_load_from_cache(source.location, "config.json"))).parent
+
+
+def fingerprint_of(source: ModelSource) -> str:
+    """Return the identity of the weights: the same on every host, but different for other models.
+
+    A hub model is identified by its commit, after which the cache names the snapshot's folder.
+    """
+    folder = folder_of(source)
     if source.is_hub:
-        commit = getattr(config, "_commit_hash", None)
-        return hashlib.sha256(json.dumps([source.location, commit]).encode()).hexdigest()
-    folder = Path(source.location)
+        return hashlib.sha256(json.dumps([source.location, folder.name]).encode()).hexdigest()
     return _hash_files([folder / "config.json", *folder.glob(CONTENT), *folder.glob("*.safetensors")])
 
 
@@ -222,7 +233,8 @@ def hash_weights(path: str, *, offline: bool, cache_dir: Path, trust_remote_code
     if source.is_hub:
         from transformers import AutoConfig
 
-        return fingerprint_of(source, AutoConfig.from_pretrained(source.location, **options))
+        AutoConfig.from_pretrained(source.location, **options)
+        return fingerprint_of(source)
     digest = xxhash.xxh3_128()
     for file in [Path(source.location) / "config.json", *sorted(Path(source.location).glob("*.safetensors"))]:
         digest.update(f"{file.name}:{file.stat().st_size}:".encode())

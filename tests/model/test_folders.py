@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,3 +218,24 @@ def test_generation_settings_that_cannot_be_read(folder: Path, text: str, told: 
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=told):
         load_here(folder)
+
+
+def test_commits_of_a_hub_model_are_different_models(tmp_path: Path) -> None:
+    """As the hub's library keeps them, without internet; in a process of its own, since it reads the path once."""
+    cached = tmp_path / "hub" / "models--org--name"
+    (cached / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        save_plain(cached / "snapshots" / commit)
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom kvr_mpi.model import load, load_model, load_outline\n"
+        "load.load_tokenizer = lambda location, **options: None\n"
+        "found, cache = [], Path('no such folder')\n"
+        "for commit in ('a' * 40, 'b' * 40, 'a' * 40):\n"
+        "    Path(sys.argv[1]).write_text(commit)\n"
+        "    found.append(load_outline('org/name', offline=True, cache_dir=cache).fingerprint)\n"
+        "loaded = load_model('org/name', dtype='float32', device='cpu', offline=True, cache_dir=cache)\n"
+        "assert found[0] == found[2] == loaded.fingerprint != found[1]\nprint('right')"
+    )
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    command = [sys.executable, "-c", program, str(cached / "refs" / "main")]
+    assert subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout == "right\n"
