@@ -33,7 +33,7 @@ static void widen(const Number *weights, int64_t outs, int64_t features, int64_t
         const int64_t first = half * LANES, count = std::min<int64_t>(LANES, outs - first);
         for (int64_t f = 0; f < depth; f += LANES) {
             const Number *from = weights + first * features + f;
-            Halves square[LANES];
+            alignas(64) Halves square[LANES];
             if (count == LANES && f + LANES <= depth) {
 #pragma GCC unroll 16
                 for (int64_t o = 0; o < LANES; ++o) {

@@ -108,7 +108,8 @@ static inline Lanes sums_of(Lanes *each) {
 }
 
 // Transpose LANES vectors: lane l of vector r becomes lane r of vector l. Each interleaving of the first half of the
-// vectors with the second shifts the lane index by one bit.
+// vectors with the second shifts the lane index by one bit. They must be aligned to 64 bytes: the template does not see
+// that their type may not be.
 template <class Vector, class Index = Bits> static inline void turn_square(Vector *each) {
 #if defined(__GNUC__) && !defined(__clang__)
     Index low, high;

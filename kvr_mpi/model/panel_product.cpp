@@ -29,7 +29,7 @@ void kvr_lay_panels(const float *weights, int64_t outs, int64_t features, float 
                 float *to = panels + p * features * WIDE + half * LANES;
                 for (int64_t f = 0; f < features; f += LANES) {
                     const int64_t depth = std::min<int64_t>(LANES, features - f);
-                    Lanes square[LANES] = {};
+                    alignas(64) Lanes square[LANES] = {};
                     for (int64_t o = 0; o < count; ++o) {
                         const float *from = weights + (first + o) * features + f;
                         if (depth == LANES) square[o] = load(from);

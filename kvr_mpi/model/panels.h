@@ -19,7 +19,7 @@ template <class Number>
 static void turn(int64_t count, const Number *rows, int64_t features, int64_t depth, float *turned) {
     int64_t f = 0;
     for (; f + LANES <= depth; f += LANES) {
-        Lanes square[LANES] = {};
+        alignas(64) Lanes square[LANES] = {};
         for (int64_t r = 0; r < count; ++r) square[r] = load(rows + r * features + f);
         turn_square(square);
         for (int64_t l = 0; l < LANES; ++l) store(turned + (f + l) * count, square[l]);

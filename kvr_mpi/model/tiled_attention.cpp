@@ -119,7 +119,7 @@ static void pack(const Shape &s, const Number *keys, const Number *values, float
                  int64_t begin) {
     for (int64_t from = begin; from < begin + BLOCK; from += LANES)
         for (int64_t d = 0; d < s.dim; d += LANES) {
-            Lanes square[LANES];
+            alignas(64) Lanes square[LANES];
             float *value = packed_values + begin * s.dim + d / WIDE * WIDE * BLOCK + (from - begin) * WIDE + d % WIDE;
             for (int64_t t = 0; t < LANES; ++t) {
                 const bool is_key = from + t < s.keys;
