@@ -28,6 +28,7 @@ from kvr_mpi.errors import (
     OutputError,
     Say,
     UnavailableError,
+    WriteError,
     counted,
     exit_line,
 )
@@ -332,7 +333,7 @@ def _conclude(lock: Lock | None, spec: JobSpec, wanted: Sequence[str], left: int
 
 
 def write_batch(folder: Path, log: Log) -> None:
-    """Write the responses to all requests in OpenAI's format, next to the results."""
+    """Write the responses to all requests in OpenAI's format, next to the results; raise `WriteError` if that fails."""
     file, results = folder / RESPONSES, open_results(folder, verify=False, partial=True)
     try:
         with replacing(file) as stream:
@@ -340,9 +341,11 @@ def write_batch(folder: Path, log: Log) -> None:
     except UnavailableError:
         raise
     except OSError as error:
-        log.line(f"warning: {file} cannot be written: {error.strerror or error}; kvr export writes it elsewhere")
-    else:
-        log.line(f"responses: {file}")
+        raise WriteError(
+            f"{file} cannot be written: {error.strerror or error}; all answers are stored: --resume writes it again, "
+            f"and kvr export writes it elsewhere"
+        ) from error
+    log.line(f"responses: {file}")
 
 
 def _noun(spec: JobSpec) -> str:
