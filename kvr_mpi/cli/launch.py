@@ -120,7 +120,8 @@ class _Once(logging.Handler):
         if kind not in self._said and not _CHECKED.search(text):
             self._said.add(kind)
             library = record.name.partition(".")[0].replace("py", "Python")
-            self._say(f"warning: {library}: {text[:MOST_WARNING]}")
+            with contextlib.suppress(ValueError):  # the log of a command that has ended, in the same process, is closed
+                self._say(f"warning: {library}: {text[:MOST_WARNING]}")
 
 
 def load_everywhere(

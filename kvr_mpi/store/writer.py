@@ -326,6 +326,7 @@ class ResultWriter:
             sync(volume.path.parent)
             verify_written(volume.path, volume.pieces)
             self._log.write(volume_line(volume.path, volume.pieces))
+            self._volume = None  # listed now: it stays even if the log cannot be synced
             self._sync()
         else:
             volume.path.unlink()

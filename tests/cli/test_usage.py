@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import logging
 import os
 import subprocess
 from pathlib import Path
@@ -15,8 +17,9 @@ from made_runs import write_run
 
 from kvr_mpi.cli.environment import is_offline, tell_libraries
 from kvr_mpi.cli.files import find_shipped
-from kvr_mpi.cli.launch import importing, run_guarded
+from kvr_mpi.cli.launch import importing, quiet_libraries, run_guarded
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
+from kvr_mpi.report.log import Log
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport.local import LocalTransport
 
@@ -166,3 +169,13 @@ def test_garbage_is_collected_again_after_imports_also_if_one_fails(monkeypatch:
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled() and frozen == [False]
+
+
+def test_warnings_of_libraries_reach_the_log_once_and_never_a_closed_one() -> None:
+    stream, library = io.StringIO(), logging.getLogger("transformers")
+    quiet_libraries(Log(stream=stream).line)
+    for number in range(3):
+        library.warning("setting %d is ignored", number)
+    assert stream.getvalue().count("warning: transformers: setting") == 1
+    stream.close()  # the command has ended, but the process has not
+    library.warning("another setting is ignored")
