@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from kvr_mpi.errors import ConfigError, DataError, KvrError, MissingError, UnavailableError
+from kvr_mpi.errors import ConfigError, DataError, KvrError, MissingError, OutputError, UnavailableError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -137,6 +137,8 @@ def named_error(error: Exception) -> Exception:
         return error
     if number in (errno.EACCES, errno.EPERM):
         return ConfigError(f"{path}: {error.strerror or os.strerror(number)}")
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return OutputError(f"{path} cannot be written: {os.strerror(number)}; free some space, or use another disk")
     return unavailable(path, error) if number in RETRIED else error
 
 
@@ -268,7 +270,7 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync folders
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(handle)
 

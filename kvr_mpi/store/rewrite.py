@@ -95,7 +95,8 @@ def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[],
     # The oldest log first: a line that drops earlier records must be removed no later than the records after it.
     for name in (*logs, *(name for name in volumes if name not in kept)):
         remove(folder / name)
-    sync(folder)
+    with contextlib.suppress(OSError):  # logs that a crash brings back are merged again
+        sync(folder)
     return result
 
 
