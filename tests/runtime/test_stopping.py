@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
@@ -51,7 +52,7 @@ def test_the_first_signal_stops_and_the_second_ends() -> None:
 
 def test_signals_may_come_while_a_line_is_written_to_a_full_pipe() -> None:
     reading, writing = os.pipe()
-    stop, ended = Stop(), SimpleQueue[str]()
+    stop, told, ended = Stop(), SimpleQueue[str](), SimpleQueue[str]()
 
     def kill_twice() -> None:
         for _ in range(2):
@@ -64,10 +65,15 @@ def test_signals_may_come_while_a_line_is_written_to_a_full_pipe() -> None:
     killer = threading.Thread(target=kill_twice)
     with os.fdopen(writing, "w", buffering=1) as stream:
         log = Log(stream=stream)
-        with listening(stop, log.line, lambda why: (log.line(why), ended.put(why))[1]):
+
+        def writes_to(queue: SimpleQueue[str]) -> Callable[[str], None]:
+            return lambda why: (log.line(why), queue.put(why))[1]
+
+        with listening(stop, writes_to(told), writes_to(ended)):
             killer.start()
             log.line("x" * (1 << 20))
-            assert ended.get(timeout=60)
+            # Each message has a thread of its own, and both have to be written before the stream is closed.
+            assert told.get(timeout=60) and ended.get(timeout=60)
     killer.join()
     os.close(reading)
 
