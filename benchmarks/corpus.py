@@ -13,11 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import click
+import numpy as np
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -43,8 +44,9 @@ from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.preflight.checks import choose_chain_size
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.batch import open_documents, scan_documents, work_through
+from kvr_mpi.runtime.batch import work_through
 from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.indexing import open_documents, scan_documents
 from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
@@ -201,7 +203,7 @@ def bench_corpus(
                 ready[way] = prepare(mine, machine, JobRanks(ranks, ranks), chain, log.line, loaded=loaded)
         first = next(iter(ready.values()))
         rows = {way: CorpusRow(way, ours) for way in ways}
-        shortest = min(range(len(corpus)), key=lambda number: corpus.entries[number].chars)
+        shortest = min(range(len(corpus)), key=corpus.chars)
         _ours(first, corpus, [shortest], control, ranks)  # warms up
 
         def measure(way: str) -> CorpusRun:
@@ -237,7 +239,7 @@ def check_ways(spec: JobSpec, corpus: Corpus, ways: Sequence[str], rivals: Seque
             raise ConfigError(f"--ways {way!r}: expected some of {', '.join(WAYS)}")
     if not set(OURS) & set(ways):
         raise ConfigError(f"--ways {','.join(ways)}: expected at least one of {', '.join(OURS)} to compare with")
-    if not corpus.entries:
+    if not len(corpus):
         raise ConfigError(f"documents.shard = {spec.documents.shard!r} contains no documents; expected at least one")
     if spec.prompt.too_long == "split":
         raise ConfigError("prompt.too_long = 'split' is not supported by generate; compare with 'keep-head' or 'error'")
@@ -264,7 +266,7 @@ def _ours(
     with _folder(prepared.spec, control) as folder:
         control.barrier()
         began = time.perf_counter()
-        shares = share_out(prepared, corpus, numbers, JobRanks(ranks, ranks), Log(1))
+        shares = share_out(prepared, corpus, np.array(numbers, np.int64), JobRanks(ranks, ranks), Log(1))
         counters = open_counters(control, FIRST_LIST + shares.slots)
         quiet = Progress(Log(control.rank, "quiet"), len(numbers), shares.work)
         with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
@@ -445,8 +447,7 @@ def main(
         spec = JobSpec.model_validate_json(
             share_json(world, on_root(world, lambda: load_job(job, settings)[0].model_dump_json()))
         )
-        corpus = Corpus.from_json(share_json(world, on_root(world, lambda: scan_documents(spec).to_json())))
-        corpus = replace(corpus, entries=tuple(corpus.entries[number] for number in corpus.share(spec.documents.share)))
+        corpus = Corpus.from_bytes(world.broadcast(on_root(world, lambda: scan_documents(spec).to_bytes()) or b""))
         device = own_device(world, spec.model.device)
         links, reason = open_transport(world, cast(TransportName, transport), device)
         log.root(reason)

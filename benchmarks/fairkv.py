@@ -51,7 +51,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.preflight.checks import check_job
 from kvr_mpi.report.log import Log
-from kvr_mpi.runtime.batch import open_documents, scan_documents
+from kvr_mpi.runtime.indexing import open_documents, scan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
 from kvr_mpi.setup.loading import own_device
@@ -374,7 +374,7 @@ def _sample(
     """Read prompts that are compressed to every budget, of documents spread over the corpus."""
     source, share, found = (
         open_documents(setup, corpus),
-        range(len(corpus))[setup.spec.documents.share],
+        range(len(corpus)),
         list[PromptText](),
     )
     why = "the corpus has no more"
@@ -453,15 +453,16 @@ def main(
         check_writable(json_file)
         spec, _ = load_job(job, (*settings, *SHARING))
         check_heads(spec, world.size)
-        check_job(spec, world.size, goes_on=True, offline=is_offline())
+        check_job(spec, world.size, offline=is_offline())
         numbers = parse_numbers("--budgets", budget_list) if budget_list else []
-        return [spec.model_dump_json(), numbers, scan_documents(spec).to_json()]
+        return [spec.model_dump_json(), numbers]
 
     def work() -> int:
         log, machine = Log(world.rank), read_environment()
         quiet_libraries()
-        text, budgets, listed = share_json(world, on_root(world, read))
+        text, budgets = share_json(world, on_root(world, read))
         spec = JobSpec.model_validate_json(text)
+        listed = world.broadcast(on_root(world, lambda: scan_documents(spec).to_bytes()) or b"")
         device = own_device(world, spec.model.device)
         wanted = cast(TransportName, transport)
         links, reason = open_transport(world, wanted, device, every_pair=True)
@@ -469,7 +470,7 @@ def main(
         rows = bench_heads(
             spec,
             machine,
-            Corpus.from_json(listed),
+            Corpus.from_bytes(listed),
             links,
             documents=documents,
             budgets=budgets,

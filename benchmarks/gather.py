@@ -12,12 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.options import make_parser
-from kvr_mpi.documents import Corpus, CorpusFile, Entry
+from kvr_mpi.documents import Part
+from kvr_mpi.documents.corpus import corpus_of
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.log import Header
@@ -38,8 +40,6 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     shares, documents, kv_tokens = given.shares, given.documents, given.kv_tokens
     names = [f"doc-{number:07d}" for number in range(shares * documents)]
-    entries = tuple(Entry(name, 9, f"{name:0>64}", 0, 0) for name in names)
-    corpus = Corpus((CorpusFile("rows.jsonl", "rows.jsonl", 1000, 5),), entries)
     layer = torch.randn(kv_tokens, HEADS, HEAD_DIM).bfloat16()
     with tempfile.TemporaryDirectory(dir=".") as made:
         folder = Path(made)
@@ -47,7 +47,9 @@ def main(arguments: Sequence[str]) -> None:
             share, path = slice(number, None, shares), folder / f"share-{number}-of-{shares}"
             path.mkdir()
             lock = Lock(path, this_process())
-            open_run(path, HEADER, corpus, lock, share=share)
+            hashes = [f"{name.removeprefix('doc-'):0>64}" for name in names[share]]
+            corpus = corpus_of(names[share], [9] * len(hashes), hashes)
+            open_run(path, HEADER, replace(corpus, part=Part(number, shares), cut="benchmark"), lock)
             writer = ResultWriter(path, 0, HEADER)
             for name in names[share]:
                 kv = [(layer, layer)] * LAYERS if kv_tokens else ()

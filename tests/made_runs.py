@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import h5py
 import torch
 
-from kvr_mpi.documents import Corpus, CorpusFile, Entry
+from kvr_mpi.documents import Corpus, Part
+from kvr_mpi.documents.corpus import corpus_of as made_corpus
 from kvr_mpi.store.export import write_export
-from kvr_mpi.store.folder import make_writable
+from kvr_mpi.store.folder import make_writable, survey
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.lock import Lock, session_of, this_process
 from kvr_mpi.store.log import Header
@@ -59,12 +60,15 @@ def write(folder: Path, rank: int, records: Iterable[Record], *, kv: bool = Fals
 
 
 def corpus_of(names: Iterable[str], **texts: str) -> Corpus:
-    """A corpus that was listed, of texts that are nowhere."""
-    entries = []
-    for name in names:
-        text = texts.get(name, f"text of {name}")
-        entries.append(Entry(name, len(text), hash_of(text), 0, 0))
-    return Corpus((CorpusFile("rows.jsonl", "rows.jsonl", 1000, 5),), tuple(entries))
+    """A corpus of texts that are nowhere, all of them compared."""
+    ids = [*names]
+    made = [texts.get(name, f"text of {name}") for name in ids]
+    return made_corpus(ids, [*map(len, made)], [*map(hash_of, made)])
+
+
+def part_of(names: Sequence[str], number: int, count: int) -> Corpus:
+    """A part of such a corpus."""
+    return replace(corpus_of(names[number::count]), part=Part(number, count), cut=hash_of(" ".join(names))[:8])
 
 
 class Run(NamedTuple):
@@ -76,13 +80,17 @@ class Run(NamedTuple):
 
 
 def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Run:
-    """Resume a run, or do as `options` say."""
-    given: dict[str, Any] = {"mode": "resume", **options}
-    header, corpus = given.pop("header", HEADER), given.pop("corpus", corpus_of(NAMES))
+    """Open a run's folder for a job."""
+    header, corpus = options.pop("header", HEADER), options.pop("corpus", corpus_of(NAMES))
     make_writable(folder)
-    lock = Lock(folder, given.pop("owner", None) or this_process(), say)
+    lock = Lock(folder, options.pop("owner", None) or this_process(), say)
     try:
-        return Run(*open_run(folder, header, corpus, lock, say=say, **given), lock)
+        found = open_run(folder, header, corpus, lock, say=say, **options)
+        kept = set(corpus.ids()) - {corpus.id(number) for number in found.todo.tolist()}
+        places = survey(folder).locate()[0]
+        done = {name for name in kept if places[name].is_done}
+        assert (len(done), len(kept - done)) == (found.done, found.failed)
+        return Run(done, kept - done, lock)
     except BaseException:
         lock.release()
         raise
@@ -91,7 +99,7 @@ def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Ru
 def write_share(parent: Path, number: int, count: int, names: Sequence[str], failed: Collection[str] = ()) -> Path:
     """Begin a share of these documents in a folder of its own, and write what it has of them."""
     folder, share = parent / f"share-{number}-of-{count}", slice(number, None, count)
-    take(folder, mode="new", corpus=corpus_of(names), share=share).lock.release()
+    take(folder, corpus=part_of(names, number, count)).lock.release()
     write(folder, 0, [record(name, "error" if name in failed else "done") for name in names[share]])
     return folder
 

@@ -60,7 +60,6 @@ def run(
     comm: Any = None,
     overwrite: bool = False,
     resume: bool = False,
-    extend: bool = False,
     retry_failed: bool = False,
     time_limit: str | None = None,
 ) -> RunOutcome:
@@ -78,7 +77,7 @@ def run(
         ``section.key=value``, as for ``--set``.
     comm : mpi4py.MPI.Comm, optional
         Default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
-    overwrite, resume, extend, retry_failed : bool
+    overwrite, resume, retry_failed : bool
         What to do with existing results in the output folder, as for ``kvr-run``.
     time_limit : str, optional
         Start no document that would not finish within this time: ``90m``, ``2h30m``, or as for sbatch.
@@ -88,11 +87,9 @@ def run(
     KvrError
         On every rank, if the job cannot be run as written; on one of them the message says why.
     """
-    if overwrite and (resume or extend):
-        raise ConfigError("overwrite=True deletes what resume=True and extend=True continue from: choose one")
-    options = RunOptions(
-        overwrite=overwrite, resume=resume, extend=extend, retry_failed=retry_failed, time_limit=time_limit
-    )
+    if overwrite and resume:
+        raise ConfigError("overwrite=True deletes what resume=True continues from: choose one")
+    options = RunOptions(overwrite=overwrite, resume=resume, retry_failed=retry_failed, time_limit=time_limit)
     world = join_ranks(comm)
     with ending_all(world):
         text = share_json(world, on_root(world, lambda: read_job(job, settings).model_dump_json()))

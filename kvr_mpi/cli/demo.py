@@ -66,7 +66,7 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
         )
         ranks = 1
     # Check before the ranks are started, so that an error is printed only once.
-    check_job(load_job(job, settings)[0], ranks, goes_on=True, offline=is_offline())
+    check_job(load_job(job, settings)[0], ranks, offline=is_offline())
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
     arguments += ["--overwrite"] * overwrite + ["--resume"] * (output.exists() and not overwrite)
     start = [] if launcher is None else [launcher, "-n", str(ranks)]

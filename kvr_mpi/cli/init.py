@@ -110,7 +110,7 @@ def init(
         "output": output or f"runs/{job.stem}",
     }
     text, spec = _write(job, wanted)
-    check_job(spec, 1, goes_on=False, offline=is_offline())
+    check_job(spec, 1, offline=is_offline())
     if others := find_others(spec):
         click.echo(describe_others(others))
     documents = [*read_corpus(spec.documents.path, rows=row_format(spec), limit=LOOKED_AT)]

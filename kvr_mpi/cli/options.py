@@ -27,7 +27,8 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Delete the re
 resume_option = click.option(
     "--resume",
     is_flag=True,
-    help="Continue from the results in the output folder; implied if SLURM has requeued the job that wrote them.",
+    help="Continue from the results in the output folder, and never delete them. This is the default; documents that "
+    "have changed since are answered again.",
 )
 overwrite_file_option = click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 optional_job_argument = click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
@@ -81,18 +82,10 @@ def grouped(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return add
 
 
-extend_option = click.option(
-    "--extend",
-    is_flag=True,
-    help="Like --resume, for a corpus that has grown or changed: answer new and changed documents, keep the results of "
-    "all others.",
-)
-
-
 def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
-    """Refuse ``--overwrite`` together with ``--resume`` or ``--extend``, with `click.UsageError`."""
+    """Refuse ``--overwrite`` together with ``--resume``, with `click.UsageError`."""
     if overwrite and resume:
-        raise click.UsageError("--overwrite deletes what --resume and --extend continue from: give only one")
+        raise click.UsageError("--overwrite deletes what --resume continues from: give only one")
 
 
 def parse_names(text: str) -> list[str]:

@@ -16,7 +16,6 @@ import click
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
     command,
-    extend_option,
     grouped,
     job_argument,
     overwrite_option,
@@ -41,7 +40,6 @@ run_options = grouped(
     set_option,
     overwrite_option,
     resume_option,
-    extend_option,
     click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
     click.option(
         "--time-limit",
@@ -105,7 +103,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     level: Level = "quiet" if quiet else "verbose" if verbose else "normal"
     bar = level == "normal" and launched_size(os.environ) is None and sys.stderr.isatty()
     options = RunOptions(**given, level=level, bar=bar)
-    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume or options.extend)
+    check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     tell_libraries()
     try:
         world = connect()
@@ -151,16 +149,15 @@ def run_on(
         return 0
 
     def goes_on() -> bool:
-        """Whether this is a requeued job that started the run itself, so that it continues without --resume."""
+        """Whether this is a requeued job that has deleted the earlier results already."""
         owner = read_owner()
         return owner.restart > 0 and is_of_job(Path(spec.output.path), owner.job)
 
-    resume = bool(share_json(world, on_root(world, lambda: options.resume or options.extend or goes_on())))
-    overwrite = options.overwrite and not resume
+    overwrite = bool(share_json(world, on_root(world, lambda: options.overwrite and not goes_on())))
 
     def date_here() -> str:
         """Return the date for chat templates: the one with which the run began."""
-        header = last_header(Path(spec.output.path)) if resume else None
+        header = None if overwrite else last_header(Path(spec.output.path))
         known = None if header is None else header.identity.get("date")
         return spec.prompt.date or known or datetime.now().date().isoformat()
 
@@ -171,8 +168,8 @@ def run_on(
     def check_here() -> None:
         """Check on one rank what would otherwise stop the job only after the model is loaded."""
         check_unused(Path(spec.output.path))
-        check_job(spec, world.size, goes_on=overwrite or resume, offline=is_offline())
-        if resume:
+        check_job(spec, world.size, offline=is_offline())
+        if not overwrite:
             check_settings(Path(spec.output.path), identity_of(spec))
 
     on_root(world, check_here)
@@ -192,5 +189,5 @@ def run_on(
         ago = duration_text(time.time() - deadline_s)
         log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
         deadline_s = None
-    options = replace(options, overwrite=overwrite, resume=resume)
+    options = replace(options, overwrite=overwrite)
     return run_job(spec, options, replace(machine, deadline_s=deadline_s), world, log)

@@ -17,7 +17,6 @@ import click
 
 from kvr_mpi.cli.options import (
     check_fresh_or_resumed,
-    extend_option,
     overwrite_option,
     resume_option,
     set_option,
@@ -61,7 +60,6 @@ ENOUGH = 1.2
 @node_options
 @click.option("--hardware", metavar="NAME_OR_FILE", help="Speed of a rank, as for kvr plan.")
 @resume_option
-@extend_option
 @overwrite_option
 @click.option(
     "--array",
@@ -77,7 +75,6 @@ def sbatch(
     ranks: int,
     hardware: str | None,
     resume: bool,
-    extend: bool,
     overwrite: bool,
     array: str | None,
     show: bool,
@@ -96,11 +93,7 @@ def sbatch(
     Defaults for all jobs go into ~/.config/kvr-mpi/sbatch.toml, such as account = "abc" and setup = ["module load
     openmpi"], the lines that run before the job. Options and variables such as SBATCH_ACCOUNT override them.
     """  # noqa: D301
-    check_fresh_or_resumed(overwrite=overwrite, resume=resume or extend)
-    if extend and array is not None:
-        raise click.UsageError(
-            "--extend cannot be combined with --array: each share would then contain different documents"
-        )
+    check_fresh_or_resumed(overwrite=overwrite, resume=resume)
     job, chosen = _read_words(words)
     shares, at_once = _read_array(array)
     from kvr_mpi.errors import ConfigError, KvrError
@@ -140,7 +133,7 @@ def sbatch(
         wanted |= {"array": f"0-{shares - 1}{at_once}", "output": "%x-%A_%a.out"}
     wanted |= chosen
     arguments = [str(job), *(word for setting in settings for word in ("--set", setting))]
-    arguments += ["--resume"] * resume + ["--extend"] * extend + ["--overwrite"] * overwrite
+    arguments += ["--resume"] * resume + ["--overwrite"] * overwrite
     template = ARRAY_SCRIPT if shares else SCRIPT
     fill_in(template, wanted, arguments, setup)  # refuses wrong options before the forecast, which takes seconds
     if not nodes.gpus and node["gpus_per_node"] is None and spec.model.device == "auto":

@@ -155,7 +155,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
 
     alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever the job's own settings are
     spec, _ = load_job(job, (*settings, *alone))
-    check_job(spec, 1, goes_on=True, offline=is_offline())
+    check_job(spec, 1, offline=is_offline())
     check_file(output, overwrite=overwrite)
     found, left_out = sample_heads(
         spec, read_environment(), spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)

@@ -1,178 +1,333 @@
-"""A corpus, listed once by one rank; every rank then reads the documents it needs.
-
-The list has the location and hash of each document, so that kvr-mpi notices when a text changes during a batch or
-before a resume.
-"""
+"""A corpus: its index, which all ranks have, and its texts, which are read when they are needed."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import zlib
+import json
+import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
-from kvr_mpi.disk import retried
+import numpy as np
+import numpy.typing as npt
+
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
+    READ_ERRORS,
     RawRow,
     check_document,
     document_of,
+    file_error,
     is_readable_later,
     read_rows,
-    stream_rows,
     why_not_now,
 )
-from kvr_mpi.documents.paths import find_files, suffix_of
+from kvr_mpi.documents.index import (
+    COLUMNS,
+    NONE_RECORDED,
+    SHA256_BYTES,
+    CorpusFiles,
+    Index,
+    Part,
+    Span,
+    Strings,
+    check_not_empty,
+    cut_spans,
+    describe_cut,
+    index_spans,
+    join,
+    list_files,
+    take,
+)
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
-from kvr_mpi.errors import NOT_NOW, CorpusError, UnavailableError
+from kvr_mpi.errors import NOT_NOW, UnavailableError
 from kvr_mpi.plain import from_plain
 
-SHA256_CHARS = 64
-# An open file: its number, the place of the last row read, and the rows after it. This value: no file is open.
-CLOSED: tuple[int, int, Iterator[tuple[int, RawRow]]] = -1, -1, iter(())
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
 SHARED_WORK = 16
-
-
-class Entry(NamedTuple):
-    """One document in the list.
-
-    sha256 : hash of its text and of the other used fields of its row (`Document.sha256`).
-    file, place : number of its file, and its position there (see ``files.stream_rows``).
-    error : why it cannot be processed; its text is empty if there is one.
-    """
-
-    id: str
-    chars: int
-    sha256: str
-    file: int
-    place: int
-    error: str | None = None
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether its file could not be read for the moment, so that the next start of the job reads it again."""
-        return self.error is not None and self.error.startswith(NOT_NOW)
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusFile:
-    """A file of the corpus when it was listed; without access its size is -1. `path` is not compared."""
-
-    path: str = field(compare=False)
-    name: str
-    size_bytes: int
-    mtime_ns: int
+OPEN_FILES = 16  # files that are read forward at the same time
 
 
 @dataclass(slots=True)
 class Corpus:
-    """All documents of a corpus, by number.
+    """All documents of a job, by number.
 
-    rows, limit : the parameters of `scan_corpus`.
-    prompts : names of several prompts about each document; each prompt has an entry, and a document's entries are
-        adjacent.
+    prompts : names of several prompts about each document; each prompt has a number, and a document's are adjacent.
+    part, cut : see `index.Part` and `index.describe_cut`.
+    later_work : work of a document's later prompts relative to the first one, as a divisor.
     """
 
-    files: tuple[CorpusFile, ...]
-    entries: tuple[Entry, ...]
+    files: CorpusFiles = field(repr=False)
+    index: Index = field(repr=False)
     rows: RowFormat = DEFAULT_ROWS
-    limit: int | None = None
     prompts: tuple[str, ...] = ()
-    _open: tuple[int, int, Iterator[tuple[int, RawRow]]] = field(default=CLOSED, init=False, repr=False, compare=False)
-    _last: Document | None = field(default=None, init=False, repr=False, compare=False)  # at the place in `_open`
+    part: Part = Part()
+    cut: str = ""
+    later_work: int = SHARED_WORK
+    _last: tuple[int, Document] | None = field(default=None, init=False, repr=False, compare=False)
     _patience: float = field(default=1.0, init=False, repr=False, compare=False)  # see `disk.retried`
+    _forward: ForwardReader | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.index) * (len(self.prompts) or 1)
 
-    def share(self, documents: slice) -> list[int]:
-        """Return the entry numbers of a slice of documents; the entries of one document stay together."""
+    def document_number(self, number: int) -> int:
+        """Return the number of the document that a number is about."""
+        return number // (len(self.prompts) or 1)
+
+    def id(self, number: int) -> str:
+        """Return the id of a document, or of the answer to one of several prompts about it."""
+        return self.named(number)[0]
+
+    def named(self, number: int) -> tuple[str, str | None]:
+        """Return the id, and the error if it is too long."""
+        own = self.index.own_id(self.document_number(number), self.files)
+        return answer_id(own, self.prompts[number % len(self.prompts)]) if self.prompts else (own, None)
+
+    def ids(self) -> Iterator[str]:
+        """Yield all ids, by number."""
+        return map(self.id, range(len(self)))
+
+    def is_bad(self, number: int) -> bool:
+        """Whether it is known that a document cannot be processed; `read` says why."""
+        return bool(self.index.is_bad[self.document_number(number)]) or self.named(number)[1] is not None
+
+    def is_transient(self, number: int) -> bool:
+        """Whether a document's file could not be read for the moment, so that the next start of the job reads it."""
+        return self.index.errors.get(self.document_number(number), "").startswith(NOT_NOW)
+
+    def chars(self, number: int) -> int:
+        """Return the length of a document's text: in characters, or bytes of a file that was not read yet."""
+        return int(self.index.chars[self.document_number(number)])
+
+    def works(self) -> npt.NDArray[np.int64]:
+        """Return the work of each number, at least 1: characters, fewer for a document's later prompts."""
         each = len(self.prompts) or 1
-        numbers = range(len(self.entries) // each)[documents]
-        return [document * each + prompt for document in numbers for prompt in range(each)]
+        works = np.repeat(self.index.chars.astype(np.int64), each)
+        later = np.arange(len(works)) % each > 0
+        works[later] //= self.later_work
+        return np.maximum(works, 1)
 
-    def read(self, index: int) -> Document:
-        """Read one document as `read_corpus` yields it, or with an error if it has changed; fast in ascending order."""
-        entry = self.entries[index]
-        if entry.error is not None:
-            return Document(entry.id, error=entry.error, passed=self._passed_of(entry))
-        file = self.files[entry.file].path
+    def digest(self, number: int) -> str | None:
+        """Return the hash of a document's contents (`Document.sha256`); None if they were not compared."""
+        document = self.document_number(number)
+        at = int(np.searchsorted(self.index.digested, document))
+        if at < len(self.index.digested) and int(self.index.digested[at]) == document:
+            return bytes(self.index.digests[at]).hex()
+        return None
+
+    def read(self, number: int) -> Document:
+        """Read a document as it is now; if that fails, or another one is in its place, the result has the error."""
+        document_number = self.document_number(number)
+        name, too_long = self.named(number)
+        error = self.index.errors.get(document_number, too_long)
+        file = self.files.paths[int(self.index.file[document_number])]
         try:
-            document, self._patience = self._document(entry), 1.0
-        except UnavailableError as error:
-            self._open, self._patience = CLOSED, self._patience / 2
-            return Document(entry.id, error=why_not_now(Path(file), error))
-        except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
-            self._open = CLOSED
-            if is_readable_later(Path(file), error):
-                return Document(entry.id, error=why_not_now(Path(file), error))
-            reason = getattr(error, "strerror", None) or str(error)
-            return Document(entry.id, error=f"{file} could be read when the job began, but no longer: {reason}")
-        if document.error is not None or document.sha256 != entry.sha256:
-            return Document(
-                entry.id, error=f"{file} has changed since the job began: {entry.id!r} has a different text now"
-            )
-        return replace(document, id=entry.id)
+            document, self._patience = self._read(document_number), 1.0
+        except UnavailableError as failure:
+            self._patience /= 2
+            return Document(name, error=error or why_not_now(file, failure))
+        except READ_ERRORS as failure:
+            if error is not None or is_readable_later(file, failure):
+                return Document(name, error=error or why_not_now(file, failure))
+            if self.index.is_bad[document_number] or not self.files.format(self.index.file[document_number]).is_table:
+                return Document(name, error=file_error(file, failure, self.rows.encoding))
+            reason = getattr(failure, "strerror", None) or str(failure)
+            return Document(name, error=f"{file} could be read when the job began, but no longer: {reason}")
+        own = self.index.own_id(document_number, self.files)
+        if error is None and document.id != own:
+            found = f"{own!r} is not where it was"
+            return Document(name, error=f"{NOT_NOW}{file} has changed since the job began: {found}; start it again")
+        if error is not None:
+            return Document(name, error=error, passed=document.passed)
+        return replace(document, id=name)
 
-    def _document(self, entry: Entry) -> Document:
-        """Read a document; a file that cannot seek stays open after its last row, kept for more prompts about it."""
-        file, (number, last, rows) = Path(self.files[entry.file].path), self._open
-        stays_open = suffix_of(file) in (".jsonl.gz", ".parquet")
-        if stays_open and (number, last) == (entry.file, entry.place) and self._last is not None:
-            return self._last
-        if number != entry.file or entry.place <= last or not stays_open:
-            rows = read_rows(file, self.rows, entry.place, patience=self._patience)
-        for place, row in rows:
-            if place == entry.place:
-                self._open = entry.file, place, rows
-                self._last = check_document(document_of(row, self.rows, file, "row", 1))
-                return self._last
-        raise ValueError(f"it no longer has row {entry.place + 1}")
+    def _read(self, number: int) -> Document:
+        if self._last is not None and self._last[0] == number:  # of several prompts
+            return self._last[1]
+        file, place = int(self.index.file[number]), int(self.index.place[number])
+        path, kind = self.files.paths[file], self.files.format(file)
+        if kind.is_table and (not kind.can_seek or kind.suffix == ".parquet"):
+            self._forward = self._forward or ForwardReader()
+            row = self._forward.row(path, self.rows, place, self._patience)
+        else:
+            row = next((row for _, row in read_rows(path, self.rows, place, patience=self._patience)), None)
+        if row is None:
+            raise ValueError("it has fewer rows")
+        name = self.files.names[file]
+        document = check_document(document_of(row, self.rows, path, name, self.index.row_number(number)))
+        self._last = number, document
+        return document
 
-    def _passed_of(self, entry: Entry) -> Mapping[str, Any]:
-        """Return the columns of a document with an error, if its row is readable and unchanged."""
-        with contextlib.suppress(OSError, EOFError, ValueError, RecursionError, zlib.error):
-            passed = self._document(entry).passed
-            return passed if Document("", passed=passed).sha256 == entry.sha256 else {}
-        return {}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object with one list per column, which is fast to write and to read."""
-        return {
+    def to_bytes(self) -> bytes:
+        """Return everything as bytes, for other ranks: a line of JSON, and then the columns."""
+        files, index = self.files, self.index
+        head = {
             "rows": asdict(self.rows),
-            "limit": self.limit,
-            "prompts": list(self.prompts),
-            "files": [[file.path, file.name, file.size_bytes, file.mtime_ns] for file in self.files],
-            "ids": [entry.id for entry in self.entries],
-            "chars": [entry.chars for entry in self.entries],
-            "file": [entry.file for entry in self.entries],
-            "place": [entry.place for entry in self.entries],
-            "sha256": "".join(entry.sha256 for entry in self.entries),
-            "errors": {str(n): entry.error for n, entry in enumerate(self.entries) if entry.error is not None},
+            "prompts": self.prompts,
+            "part": self.part,
+            "cut": self.cut,
+            "later_work": self.later_work,
+            "index": index_head(index),
+            "files": [len(files.paths.data), len(files.names.data), len(files)],
         }
+        columns: list[Any] = [files.paths.data, files.names.data, files.paths.ends, files.names.ends, files.sizes]
+        return b"".join([json.dumps(head).encode(), b"\n", *columns, *index_columns(index)])
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Corpus:
-        """Reconstruct a corpus from the result of `to_json`."""
-        errors = {int(number): error for number, error in stored["errors"].items()}
-        digests = stored["sha256"]
-        columns = zip(stored["ids"], stored["chars"], stored["file"], stored["place"], strict=True)
+    def from_bytes(cls, data: bytes) -> Corpus:
+        """Reconstruct a corpus, whose columns stay in `data`."""
+        head, view = read_head(data)
+        sizes = head["files"]
+        blocks = Blocks(view)
+        paths, names = blocks.take(np.uint8, sizes[0]).data, blocks.take(np.uint8, sizes[1]).data
+        ends = [blocks.take(np.int64, sizes[2]) for _ in "123"]
+        files = CorpusFiles(Strings(paths, ends[0]), Strings(names, ends[1]), ends[2])
         return cls(
-            tuple(CorpusFile(*file) for file in stored["files"]),
-            tuple(
-                Entry(name, chars, digests[n * SHA256_CHARS : (n + 1) * SHA256_CHARS], file, place, errors.get(n))
-                for n, (name, chars, file, place) in enumerate(columns)
-            ),
-            from_plain(RowFormat, stored["rows"]),
-            stored["limit"],
-            tuple(stored["prompts"]),
+            files,
+            take_index(head["index"], blocks),
+            from_plain(RowFormat, head["rows"]),
+            tuple(head["prompts"]),
+            Part(*head["part"]),
+            head["cut"],
+            head["later_work"],
         )
+
+
+def index_head(index: Index) -> dict[str, Any]:
+    """Return what is needed to find an index's columns, as JSON."""
+    errors = [[number, error] for number, error in index.errors.items()]
+    return {"documents": len(index), "ids": len(index.ids.data), "digests": len(index.digested), "errors": errors}
+
+
+def index_columns(index: Index) -> list[Any]:
+    """Return the columns of an index as buffers."""
+    fixed = [np.ascontiguousarray(getattr(index, name)) for name in COLUMNS]
+    return [*fixed, index.ids.ends, index.ids.data, index.digested, np.ascontiguousarray(index.digests)]
+
+
+def read_head(data: bytes | bytearray) -> tuple[dict[str, Any], memoryview]:
+    """Split a line of JSON from the columns after it."""
+    end = data.index(b"\n")
+    return json.loads(data[:end]), memoryview(data)[end + 1 :]
+
+
+class Blocks:
+    """Takes arrays from the front of a buffer."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def take(self, kind: Any, count: int) -> npt.NDArray[Any]:
+        """Return the next array, without a copy."""
+        found = np.frombuffer(self._view, kind, count, self._at) if count else np.zeros(0, kind)
+        self._at += found.nbytes
+        return found
+
+
+def take_index(head: dict[str, Any], blocks: Blocks) -> Index:
+    """Reconstruct an index from its head and columns."""
+    columns = {name: blocks.take(kind, head["documents"]) for name, kind in COLUMNS.items()}
+    ends = blocks.take(np.int64, head["documents"])
+    ids = Strings(blocks.take(np.uint8, head["ids"]).data, ends)
+    digested = blocks.take(np.int64, head["digests"])
+    digests = blocks.take(np.uint8, head["digests"] * SHA256_BYTES).reshape(-1, SHA256_BYTES)
+    return Index(**columns, ids=ids, errors=dict(head["errors"]), digested=digested, digests=digests)
+
+
+def corpus_of(
+    ids: Sequence[str],
+    chars: Sequence[int],
+    hashes: Sequence[str],
+    errors: Mapping[int, str] = MappingProxyType({}),
+    prompts: tuple[str, ...] = (),
+) -> Corpus:
+    """Make a corpus of documents that are in no files; each prompt about one is the same work."""
+    count = len(ids)
+    digested = np.array([number for number in range(count) if number not in errors], np.int64)
+    digests = b"".join(bytes.fromhex(hashes[number]) for number in digested.tolist())
+    index = Index(
+        np.zeros(count, np.int32),
+        np.arange(count, dtype=np.int64),
+        np.ones(count, np.int32),
+        np.array(chars, np.int32),
+        np.array([number in errors for number in range(count)], np.bool_),
+        Strings.of(ids),
+        dict(errors),
+        digested,
+        np.frombuffer(digests, np.uint8).reshape(-1, SHA256_BYTES),
+    )
+    files = CorpusFiles(Strings.of(()), Strings.of(()), np.zeros(0, np.int64))
+    return Corpus(files, index, prompts=prompts, later_work=1)
+
+
+class ForwardReader:
+    """Reads rows of files that can only be read forward, each file once, whatever the order of the rows.
+
+    Rows that were passed are kept in a temporary file without a name (in TMPDIR); if it cannot grow, files are read
+    again instead.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Iterator[tuple[int, RawRow]]] = {}
+        self._kept: dict[str, array[int]] = {}  # offsets in the temporary file, by row
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this object
+        self._size, self._is_full = 0, False
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def row(self, path: str, rows: RowFormat, place: int, patience: float) -> RawRow | None:
+        """Return a row; None if there are fewer."""
+        kept = self._kept.setdefault(path, array("q"))
+        if place < len(kept) and kept[place] >= 0:
+            self._file.seek(kept[place])
+            return _unpack(self._file.readline())
+        if path not in self._open or place < len(kept):
+            if len(self._open) == OPEN_FILES:
+                del self._open[next(iter(self._open))]
+            del kept[place:]
+            self._open[path] = read_rows(path, rows, len(kept), patience=patience)
+        source = self._open.pop(path)  # a generator ends at an error
+        for number, row in source:
+            kept.append(self._keep(row))
+            if number == place:
+                self._open[path] = source
+                return row
+        return None
+
+    def _keep(self, row: RawRow) -> int:
+        """Write a row to the temporary file; return its offset, or -1."""
+        line = _pack(row)
+        if line is None or self._is_full:
+            return -1
+        try:
+            self._file.seek(self._size)
+            self._file.write(line)
+            self._file.flush()
+        except OSError:
+            self._is_full = True
+            return -1
+        self._size += len(line)
+        return self._size - len(line)
+
+
+def _pack(row: RawRow) -> bytes | None:
+    """Return a row as a line; None if that loses a type."""
+    if isinstance(row, bytes):
+        return b"r" + row.rstrip(b"\r\n") + b"\n"
+    with contextlib.suppress(TypeError):
+        return b"j" + json.dumps(row).encode() + b"\n"
+    return None
+
+
+def _unpack(line: bytes) -> RawRow:
+    row: RawRow = line[1:] if line.startswith(b"r") else json.loads(line[1:])
+    return row
 
 
 def scan_corpus(
@@ -181,98 +336,80 @@ def scan_corpus(
     rows: RowFormat = DEFAULT_ROWS,
     limit: int | None = None,
     prompts: Sequence[str] = (),
-    known: Corpus | None = None,
+    part: Part = Part(),  # noqa: B008
+    recorded: npt.NDArray[np.uint64] = NONE_RECORDED,
 ) -> Corpus:
-    """List the documents of a corpus in one pass.
+    """Index a corpus on one rank.
 
-    paths, rows, limit : as for `read_corpus`.
+    paths : folders, globs, files (see `formats`), or datasets of the hub.
+    rows : the fields to read from a row. A row without an id is named by its file and number.
+    limit : only the first documents, of which `part` then is a part.
     prompts : names of several prompts about each document.
-    known : an earlier list. If it has the same files, by name, size and modification time, and all of them could be
-        read, nothing is read.
+    recorded : as for `index_spans`.
 
-    Raises `CorpusError` if a path matches nothing, a file has an unknown format, or there are no documents.
+    Raises `CorpusError` if a path matches nothing, a file has an unknown format, or there are no documents;
+    `UnavailableError` if a folder cannot be listed now.
     """
     paths = list(paths)
-    found = find_files(paths)
-    files = tuple(_look(found))
-    if (
-        known is not None
-        and not any(entry.is_transient for entry in known.entries)
-        and (known.rows, known.limit, known.prompts) == (rows, limit, tuple(prompts))
-        and known.files == files
-    ):
-        return Corpus(files, known.entries, rows, limit, known.prompts)
-    entries = tuple(
-        entry
-        for number, place, document in _stream(found, rows, limit)
-        for entry in _entries(document, number, place, prompts)
-    )
-    if not entries:
-        raise CorpusError(f"documents.path {paths}: the files contain no documents; expected at least one")
-    return Corpus(files, entries, rows, limit, tuple(prompts))
+    corpus = _scan(paths, rows, limit, prompts, part, recorded)
+    if part.parts == 1:
+        check_not_empty(corpus.index, paths)
+    return corpus
+
+
+def _scan(
+    paths: Sequence[str],
+    rows: RowFormat,
+    limit: int | None,
+    prompts: Sequence[str] = (),
+    part: Part = Part(),  # noqa: B008
+    recorded: npt.NDArray[np.uint64] = NONE_RECORDED,
+) -> Corpus:
+    files = list_files(paths)
+    rows = with_model(files, rows)
+    every = Part() if limit is not None else part
+    spans = [Span(number) for number in range(len(files))] if limit is not None else cut_spans(files, every)
+    found = index_spans(files, spans, rows, recorded=recorded, limit=limit)
+    return make_corpus(files, [found], rows, prompts=prompts, part=part, has_limit=limit is not None)
+
+
+def make_corpus(
+    files: CorpusFiles,
+    parts: Sequence[Any],
+    rows: RowFormat,
+    *,
+    prompts: Sequence[str] = (),
+    part: Part = Part(),  # noqa: B008
+    has_limit: bool = False,
+) -> Corpus:
+    """Join what all ranks have indexed; with a limit on documents, the part is taken of those."""
+    index = join(parts, files, part=Part() if has_limit else part, is_batch=rows.kind == "openai-batch")
+    if has_limit:
+        index = take_part(index, part)
+    return Corpus(files, index, rows, tuple(prompts), part, describe_cut(files, part))
+
+
+def take_part(index: Index, part: Part) -> Index:
+    """Return every n-th document."""
+    return index if part.parts == 1 else take(index, np.arange(part.number, len(index), part.parts))
+
+
+def with_model(files: CorpusFiles, rows: RowFormat) -> RowFormat:
+    """Return the format with the model that the first valid request names."""
+    if rows.kind != "openai-batch" or rows.model is not None:
+        return rows
+    for path, name in zip(files.paths, files.names, strict=True):
+        with contextlib.suppress(*READ_ERRORS, UnavailableError):
+            for place, row in read_rows(path, rows):
+                document = document_of(row, rows, path, name, place + 1)
+                if document.error is None and (model := document.passed.get("model")) is not None:
+                    return replace(rows, model=str(model))
+    return rows
 
 
 def read_corpus(
     paths: Iterable[str], *, rows: RowFormat = DEFAULT_ROWS, limit: int | None = None
 ) -> Iterator[Document]:
-    """Stream the documents of a corpus; ids are unique, and invalid documents have an error.
-
-    paths : folders, globs or files: ``.txt``/``.md`` (one document each, named by its file), ``.jsonl``, ``.jsonl.gz``
-        and ``.parquet`` (one document a row).
-    rows : the fields to read from a row. A row without an id is named by its file and number.
-    limit : stop after this many documents.
-    """
-    for _, _, document in _stream(find_files(paths), rows, limit):
-        yield document
-
-
-def _stream(files: list[tuple[str, str]], rows: RowFormat, limit: int | None) -> Iterator[tuple[int, int, Document]]:
-    """Yield (file, place, document), checked, with unique ids."""
-    seen: dict[str, int] = {}  # number of the document, from 1
-    copies: dict[str, int] = {}
-    asked_for: str | None = None
-    for count, (number, place, document) in enumerate(stream_rows(files, rows)):
-        if limit is not None and count >= limit:
-            return
-        document = check_document(document)
-        if document.id in seen:
-            first = copies.get(document.id, 2)
-            copy = next(n for n in range(first, len(seen) + 3) if f"{document.id}#{n}" not in seen)
-            copies[document.id] = copy + 1
-            what = f"document {seen[document.id]} has the same id"
-            if rows.kind == "openai-batch":
-                what = f"request {count + 1} has the custom_id of request {seen[document.id]}, so it was not run"
-            error = document.error or f"duplicate id {document.id!r}: {what}; make ids unique"
-            document = Document(f"{document.id}#{copy}", error=error, passed=document.passed)
-        model = document.passed.get("model") if rows.kind == "openai-batch" and document.error is None else None
-        if model is not None and model != (asked_for := asked_for or model):
-            error = f"body.model is {model!r}, the first row's is {asked_for!r}; a job uses one model: split the file"
-            document = Document(document.id, error=error, passed=document.passed)
-        seen[document.id] = count + 1
-        yield number, place, document
-
-
-def _entries(document: Document, file: int, place: int, prompts: Sequence[str]) -> Iterator[Entry]:
-    """Yield the entries of a document, one per prompt; if it has an error, the hash covers only its columns."""
-    counts = document if document.error is None else Document("", passed=document.passed)
-    entry = Entry(document.id, document.chars, counts.sha256, file, place, document.error)
-    if not prompts:
-        yield entry
-    for number, name in enumerate(prompts):
-        work = entry.chars if number == 0 else entry.chars // SHARED_WORK
-        answer, too_long = answer_id(entry.id, name)
-        yield entry._replace(id=answer, chars=work, error=entry.error or too_long)
-
-
-def _look(files: Iterable[tuple[str, str]]) -> Iterator[CorpusFile]:
-    """Yield the size and modification time of each file."""
-    patience = 1.0
-    for file, name in files:
-        try:
-            found = retried(partial(os.stat, file), file, patience=patience)
-        except OSError as error:
-            patience = patience / 2 if isinstance(error, UnavailableError) else 1.0
-            yield CorpusFile(file, name, -1, 0)
-        else:
-            patience = 1.0
-            yield CorpusFile(file, name, found.st_size, found.st_mtime_ns)
+    """Yield the documents of a corpus; parameters as for `scan_corpus`; invalid documents have an error."""
+    corpus = _scan(list(paths), rows, limit)
+    yield from map(corpus.read, range(len(corpus)))

@@ -1,12 +1,17 @@
-"""The file formats of a corpus, read as streams, so that a corpus may be larger than memory."""
+"""The file formats of a corpus, read as streams, so that a corpus may be larger than memory.
+
+A row's *place* is where reading it can start: the byte offset in an uncompressed ``.jsonl``, otherwise its number.
+"""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import errno
-import gzip
-import os
+import lzma
 import re
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from kvr_mpi.disk import WRONG_KIND, list_folder, open_regular, retried
+from kvr_mpi.disk import WRONG_KIND, list_folder, retried
 from kvr_mpi.documents.document import Document
-from kvr_mpi.documents.paths import TEXT_SUFFIXES, suffix_of
+from kvr_mpi.documents.formats import format_of, is_table, open_file, size_and_time
 from kvr_mpi.documents.rows import UTF_8, RowFormat
 from kvr_mpi.errors import NOT_NOW, CorpusError, UnavailableError
 from kvr_mpi.plain import parse_json
@@ -24,7 +29,10 @@ from kvr_mpi.plain import parse_json
 MAX_ID_CHARS = 512
 # Maximum size of a document or row, more than any model can read. Larger ones are never loaded as a whole.
 MAX_TEXT_BYTES = 64 << 20
-PARQUET_ROWS, PARQUET_BYTES = 16, 64 << 20  # limits of what is in memory at once
+# What reading a file can raise: no access, or contents that are damaged or of another format.
+READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, zlib.error, lzma.LZMAError, csv.Error, zipfile.BadZipFile)
+UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}  # by byte order mark
+PARQUET_ROWS = 256  # read at once; their dictionaries stay packed
 SAMPLE_ROWS = 20  # rows to read from a file to find its fields
 SURROGATE = re.compile("[\ud800-\udfff]")
 # First bytes of the binary files most often found among texts: PDF, ZIP (.docx, .xlsx), gzip, HDF5, images, OLE (.doc).
@@ -39,39 +47,19 @@ BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066
 RawRow = str | bytes | int | dict[str, Any]
 
 
-def stream_rows(files: Sequence[tuple[str, str]], rows: RowFormat) -> Iterator[tuple[int, int, Document]]:
-    """Yield (file number, place, document) of all files, unchecked; see `check_document`.
-
-    `read_rows` can start at a place: the byte offset in ``.jsonl``, the row number (from 0) in ``.jsonl.gz`` and
-    ``.parquet``, otherwise 0.
-    """
-    patience = 1.0
-    for number, (path, name) in enumerate(files):
-        file, listed = Path(path), not os.path.islink(path)  # a link may lead nowhere
-        try:
-            there = read_rows(file, rows, listed=listed, patience=patience)
-            for count, (place, row) in enumerate(there, start=1):
-                patience = 1.0
-                if not isinstance(row, bytes) or row.strip():
-                    yield number, place, document_of(row, rows, file, name, count)
-        except UnavailableError as error:
-            patience /= 2
-            yield number, 0, Document(name, error=why_not_now(file, error))
-        except UnicodeDecodeError as error:
-            yield number, 0, Document(name, error=_why_no_text(file, error, rows.encoding))
-        except ValueError as error:
-            if suffix_of(file) != ".parquet":  # a bug of ours
-                raise
-            yield number, 0, Document(name, error=f"{file} cannot be read as Parquet: {error}")
-        except (OSError, EOFError, zlib.error) as error:
-            if is_readable_later(file, error):
-                yield number, 0, Document(name, error=why_not_now(file, error))
-                continue
-            reason = getattr(error, "strerror", None) or str(error)
-            yield number, 0, Document(name, error=f"{file} cannot be read: {reason}")
+def file_error(path: str, error: Exception, encoding: str = UTF_8) -> str:
+    """Return the error of a document whose file could not be read; see `errors.NOT_NOW` for passing ones."""
+    if isinstance(error, UnavailableError) or is_readable_later(path, error):
+        return why_not_now(path, error)
+    if isinstance(error, UnicodeDecodeError) and not is_table(path):
+        return _why_no_text(path, error, encoding)
+    reason = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, ValueError) and path.endswith(".parquet"):
+        return f"{path} cannot be read as Parquet: {reason}"
+    return f"{path} cannot be read: {reason}"
 
 
-def is_readable_later(file: Path, error: Exception) -> bool:
+def is_readable_later(path: str, error: Exception) -> bool:
     """Whether an error is about access to a file, such as permission or too many open files, and not its contents.
 
     A file that is missing although its folder names it is about access, too.
@@ -80,34 +68,34 @@ def is_readable_later(file: Path, error: Exception) -> bool:
         return False
     if error.errno != errno.ENOENT:
         return True
+    file = Path(path)
     with contextlib.suppress(OSError):
         return not file.is_symlink() and any(entry.name == file.name for entry in list_folder(file.parent))
     return False
 
 
-def why_not_now(file: Path, error: Exception) -> str:
+def why_not_now(path: str, error: Exception) -> str:
     """Return the error of a document whose file cannot be read now; see `errors.NOT_NOW`."""
     cause = error.__cause__ if isinstance(error, UnavailableError) and error.__cause__ else error
     reason = getattr(cause, "strerror", None) or str(cause)
-    return f"{NOT_NOW}{file}: {reason}; the next start of the job tries again"
+    return f"{NOT_NOW}{path}: {reason}; the next start of the job tries again"
 
 
 def read_rows(
-    file: Path, rows: RowFormat, start: int = 0, *, listed: bool = False, patience: float = 1.0
+    path: str, rows: RowFormat, start: int = 0, end: int | None = None, *, listed: bool = False, patience: float = 1.0
 ) -> Iterator[tuple[int, RawRow]]:
-    """Yield (place, row) of a file, starting at a place; a text file is one row.
+    """Yield (place, row) of a table from a row's place on, up to `end`; a text file is one row.
 
     After a transient error, the file is opened again and read from the row that failed; see `disk.retried`, also for
     `listed` and `patience`.
 
-    Raises `UnavailableError` if the file cannot be read now; `OSError`, `EOFError`, `ValueError` or `zlib.error` if it
-    cannot be read at all, or is damaged.
+    Raises `UnavailableError` if the file cannot be read now, and otherwise one of `READ_ERRORS`.
     """
-    if suffix_of(file) in TEXT_SUFFIXES:
-        yield (
-            0,
-            retried(lambda: read_text(file, rows.encoding, patience=patience), file, listed=listed, patience=patience),
+    if not is_table(path):
+        text = retried(
+            lambda: read_text(path, rows.encoding, patience=patience), path, listed=listed, patience=patience
         )
+        yield 0, text
         return
     version: tuple[int, int] | None = None
     source: Iterator[tuple[int, int, RawRow]] | None = None
@@ -116,31 +104,54 @@ def read_rows(
         nonlocal source, version
         try:
             if source is None:
-                found = os.stat(file)
-                was, version = version, (found.st_size, found.st_mtime_ns)
+                was, version = version, size_and_time(path)
                 if was not in (None, version):
-                    raise UnavailableError(f"{file} was replaced while it was read")
-                source = _table_rows(file, rows, start, patience)
+                    raise UnavailableError(f"{path} was replaced while it was read")
+                source = _table_rows(path, rows, start, patience)
             return next(source, None)
         except BaseException:  # a generator ends at an error
             source = None
             raise
 
-    while (item := retried(advance, file, listed=listed, patience=patience)) is not None:
-        place, start, row = item
+    while (item := retried(advance, path, listed=listed, patience=patience)) is not None:
+        place, following, row = item
+        if end is not None and place >= end:
+            return
+        start = following
         yield place, row
 
 
-def _table_rows(file: Path, rows: RowFormat, start: int, patience: float) -> Iterator[tuple[int, int, RawRow]]:
+def line_start(path: str, at: int, *, patience: float = 1.0) -> int:
+    """Return the offset of the first line that starts at a byte or after it; `retried`."""
+
+    def find() -> int:
+        with open_file(path) as stream:
+            stream.seek(at - 1)
+            place = at - 1
+            while (line := stream.readline(1 << 16)) and not line.endswith(b"\n"):
+                place += len(line)
+            return place + len(line)
+
+    return at and retried(find, path, patience=patience)
+
+
+def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iterator[tuple[int, int, RawRow]]:
     """Yield (place, next place, row) of a table."""
-    kind = suffix_of(file)
-    with open_regular(file, patience=patience) as stream:
-        if kind == ".parquet":
-            for number, fields in parquet_rows(file, rows.needed, start):
+    found = format_of(path)
+    assert found is not None
+    if found.suffix == ".parquet":
+        with open_file(path, patience=patience) as stream:
+            for number, fields in parquet_rows(path, stream, rows.needed, start):
                 yield number, number + 1, fields
+        return
+    with open_file(path, patience=patience) as stream:
+        if found.suffix in (".csv", ".tsv"):
+            for number, fields in enumerate(_csv_rows(stream, "\t" if found.suffix == ".tsv" else ",")):
+                if number >= start:
+                    yield number, number + 1, fields
             return
-        if kind == ".jsonl.gz":
-            for number, (_, line) in enumerate(read_lines(gzip.open(stream, "rb"))):
+        if not found.can_seek:
+            for number, (_, line) in enumerate(read_lines(stream)):
                 if number >= start:
                     yield number, number + 1, line
             return
@@ -150,25 +161,43 @@ def _table_rows(file: Path, rows: RowFormat, start: int, patience: float) -> Ite
             start += size
 
 
-def document_of(row: RawRow, rows: RowFormat, file: Path, name: str, number: int) -> Document:
-    """Convert a row from `read_rows` to a document; `number` counts the rows of the file from 1."""
+def _csv_rows(stream: IO[bytes], delimiter: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a CSV file by the names in its first row; missing fields are None."""
+    csv.field_size_limit(MAX_TEXT_BYTES)
+    lines = codecs.iterdecode(stream, "utf-8-sig")
+    for row in csv.DictReader(lines, delimiter=delimiter):
+        row.pop(None, None)  # fields without a name
+        yield row
+
+
+def row_name(name: str, number: int) -> str:
+    """Return the id of a row without one: by its number (from 1), or by its offset in the file, as a negative number.
+
+    The tasks of an array do not know how many rows come before theirs.
+    """
+    return f"{name}:{number}" if number > 0 else f"{name}@{-number}"
+
+
+def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int) -> Document:
+    """Convert a row from `read_rows` to a document; `name` is the file's, `number` is from `row_name`."""
     if isinstance(row, str):
         return rows.text_file(name, row)
-    place = f"{name}:{number}"
+    place = row_name(name, number)
+    line = f"line {number} of {path}" if number > 0 else f"the line at byte {-number} of {path}"
     if isinstance(row, int):
         most = f"more than the {MAX_TEXT_BYTES >> 20} MiB a row may have"
-        return Document(place, error=f"line {number} of {file} has {row} bytes, {most}; split it")
+        return Document(place, error=f"{line} has {row} bytes, {most}; split it")
     if isinstance(row, bytes):
         try:
             row = parse_json(row)
         except (ValueError, RecursionError) as error:
-            return Document(place, error=f"line {number} of {file} is not JSON: {error}")
+            return Document(place, error=f"{line} is not JSON: {error}")
     if not isinstance(row, dict):
-        return Document(place, error=f"line {number} of {file} is a JSON {type(row).__name__}, not an object")
+        return Document(place, error=f"{line} is a JSON {type(row).__name__}, not an object")
     return rows.document(row, place)
 
 
-def _why_no_text(file: Path, error: UnicodeDecodeError, encoding: str) -> str:
+def _why_no_text(file: str, error: UnicodeDecodeError, encoding: str) -> str:
     if _is_binary(error.object):
         return f"{file} is a binary file, not text; convert it to text, or remove it"
     what = f"byte {error.object[error.start]:#04x} at position {error.start}"
@@ -186,23 +215,25 @@ def _is_binary(data: bytes) -> bool:
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
 
 
-def read_text(file: Path, encoding: str = UTF_8, *, patience: float = 1.0) -> str:
-    """Read a whole text file, without its byte order mark.
+def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str:
+    """Read a whole text file, without its byte order mark; files with a mark of UTF-16 are read as that.
 
     Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which some encodings would accept as text.
     """
-    with open_regular(file, patience=patience) as stream:
+    with open_file(path, patience=patience) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise OSError(
             errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB, the maximum for one document; split it"
         )
+    if encoding == UTF_8:
+        encoding = UTF_16.get(data[:2], "utf-8-sig") if len(data) > 2 else "utf-8-sig"
     if not encoding.startswith("utf") and _is_binary(data):
         raise UnicodeDecodeError(encoding, data, 0, 1, "binary")
-    return data.decode("utf-8-sig" if encoding == UTF_8 else encoding).removeprefix("\ufeff")
+    return data.decode(encoding).removeprefix("\ufeff")
 
 
-def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes | int]]:
+def read_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | int]]:
     """Yield (size in bytes, line) of every line; of lines larger than `MAX_TEXT_BYTES` only the size."""
     while line := stream.readline(MAX_TEXT_BYTES):
         size, rest = len(line), line
@@ -212,52 +243,99 @@ def read_lines(stream: IO[bytes] | gzip.GzipFile) -> Iterator[tuple[int, bytes |
         yield size, line if size <= MAX_TEXT_BYTES else size
 
 
-def is_table(file: Path) -> bool:
-    """Whether each row of a file is a document."""
-    return suffix_of(file) not in TEXT_SUFFIXES
+def check_lines(path: str) -> None:
+    """Refuse a ``.jsonl`` file whose lines are not JSON values: the `CorpusError` has a command that converts it.
+
+    Files that cannot be read are not reported here.
+    """
+    found, first = format_of(path), b""
+    if found is None or found.suffix != ".jsonl":
+        return
+    with contextlib.suppress(*READ_ERRORS), open_file(path) as stream:
+        first = next(filter(None, map(bytes.strip, iter(lambda: stream.readline(1 << 16), b""))), b"")
+    if first[:2] in UTF_16:
+        raise CorpusError(f"{path} is UTF-16; rows are UTF-8: iconv -f utf-16 -t utf-8 {path} > NEW.jsonl")
+    first = first.removeprefix(b"\xef\xbb\xbf")
+    if first in (b"{", b"["):
+        raise CorpusError(
+            f"{path}: the first line is {first.decode()!r}, so it is JSON on several lines; expected an object on each "
+            f"line: jq -c '.[]?' FILE > NEW.jsonl for a list, jq -c . FILE > NEW.jsonl for objects"
+        )
+    if first.startswith(b"[{"):
+        raise CorpusError(
+            f"{path}: the first line is a JSON list; expected an object on each line: jq -c '.[]' FILE > NEW.jsonl"
+        )
 
 
-def first_rows(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+def first_rows(path: str, fields: Sequence[str]) -> list[dict[str, Any]]:
     """Read a table's first readable rows; raise `CorpusError` if the package for its format is missing."""
     found: list[Any] = []
-    with contextlib.suppress(OSError, EOFError, ValueError, zlib.error):
-        for _, row in islice(read_rows(file, RowFormat(columns=tuple(fields))), SAMPLE_ROWS):
+    with contextlib.suppress(*READ_ERRORS):
+        for _, row in islice(read_rows(path, RowFormat(columns=tuple(fields))), SAMPLE_ROWS):
             with contextlib.suppress(ValueError, RecursionError):
                 found.append(parse_json(row) if isinstance(row, bytes) else row)
     return [row for row in found if isinstance(row, dict)]
 
 
-def parquet_rows(file: Path, wanted: Sequence[str], start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, row) from row `start` on, unused fields as None; raise `ValueError` for other files."""
+def parquet_length(path: str) -> int:
+    """Return the number of rows of a Parquet file; raises `ValueError` for other files."""
+    with open_file(path) as stream:
+        return int(_open_parquet(path, stream).metadata.num_rows)
+
+
+def _open_parquet(path: str, stream: IO[bytes], packed: Sequence[str] = ()) -> Any:
+    """Open a Parquet file; the values of `packed` columns stay dictionaries, which may hold a long text once."""
     try:
         import pyarrow.lib
         import pyarrow.parquet
     except ImportError as error:
-        raise CorpusError(f"{file}: reading Parquet needs pyarrow; `pip install pyarrow`") from error
+        raise CorpusError(f"{path}: reading Parquet needs pyarrow; `pip install pyarrow`") from error
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        return pyarrow.parquet.ParquetFile(stream, read_dictionary=list(packed) or None)
+    except pyarrow.lib.ArrowException as error:
+        raise ValueError(str(error)) from error
+
+
+def parquet_rows(
+    path: str, stream: IO[bytes], wanted: Sequence[str], start: int = 0
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, row) from row `start` on, unused fields as None; raise `ValueError` for other files.
+
+    Strings that are stored without their type (BINARY) are text in UTF-8.
+    """
+    table = _open_parquet(path, stream)
+    import pyarrow.lib
+
+    try:
         names = table.schema_arrow.names
+        columns = [field for field in wanted if field in names]
+        table = _open_parquet(path, stream, [name for name in columns if _is_text(table.schema_arrow.field(name).type)])
         sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
-        groups, number = list(range(len(sizes))), 0
+        groups, number, missing = list(range(len(sizes))), 0, dict.fromkeys(names)
         while groups and number + sizes[groups[0]] <= start:
             number += sizes[groups.pop(0)]
-        columns = [field for field in wanted if field in names]
-        for batch in table.iter_batches(batch_size=_rows_at_once(table.metadata), row_groups=groups, columns=columns):
-            for row in batch.to_pylist():
-                if number >= start:
-                    yield number, {**dict.fromkeys(names), **row}
-                number += 1
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=columns):
+            values = [(name, batch.column(name)) for name in columns]
+            for at in range(max(0, start - number), len(batch)):
+                yield number + at, missing | {name: _as_utf8(column[at].as_py()) for name, column in values}
+            number += len(batch)
     except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(str(error)) from error
 
 
-def _rows_at_once(metadata: Any) -> int:
-    """Return how many rows of a Parquet file to read at once; a single row may be as large as its column chunk."""
-    groups = map(metadata.row_group, range(metadata.num_row_groups))
-    largest = max(
-        (each.column(n).total_uncompressed_size for each in groups for n in range(each.num_columns)), default=0
-    )
-    return int(min(PARQUET_ROWS, max(1, PARQUET_BYTES // max(1, largest))))
+def _is_text(kind: Any) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    return bool(types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind))
+
+
+def _as_utf8(value: Any) -> Any:
+    """Decode bytes that are UTF-8; other values stay as they are."""
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    return value
 
 
 def check_document(document: Document) -> Document:

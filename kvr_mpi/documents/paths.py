@@ -1,4 +1,4 @@
-"""Finds the files that a job's paths name, on disk or on the Hugging Face hub.
+"""Finds the files that a job's paths name: on disk, in zip archives, on the Hugging Face hub, or remote (fsspec).
 
 Output folders of jobs are skipped below a folder and in the expansion of ``**``; their logs are never documents.
 """
@@ -15,10 +15,9 @@ from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path
 
 from kvr_mpi.disk import LOG_NAME, is_output_folder, kind_of_file, list_folder, retried
+from kvr_mpi.documents.formats import ARCHIVE, COMPRESSIONS, SUFFIXES, ZIP, format_of, is_remote, members, remote
 from kvr_mpi.errors import CorpusError, UnavailableError, counted
 
-TEXT_SUFFIXES = (".txt", ".md")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".jsonl.gz", ".parquet")
 # A dataset on the hub is named as pandas names it: hf://datasets/OWNER/NAME, @REVISION or /GLOB may follow.
 HUB = "hf://datasets/"
 LOST = "lost+found"  # of the file system; only root may list it
@@ -35,12 +34,23 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, str]]:
     for pattern in paths:
         try:
             for file, name in _match(pattern):
-                found.setdefault(os.path.abspath(file), (file, name))
+                for each, inner in _unpack(file, name):
+                    found.setdefault(each if "://" in each else os.path.abspath(each), (each, inner))
         except UnavailableError:
             raise
         except (OSError, RuntimeError, ValueError) as error:  # such as a name that is too long, or an unknown ~user
             raise CorpusError(f"documents.path {pattern!r} cannot be searched: {error}") from error
     return list(found.values())
+
+
+def _unpack(file: str, name: str) -> list[tuple[str, str]]:
+    """Return a file, or the files in a zip archive, with their names; a damaged archive is a file without rows."""
+    if not file.lower().endswith(ARCHIVE):
+        return [(file, name)]
+    try:
+        return [(f"{ZIP}{inner}::{file}", f"{name}/{inner}") for inner in members(Path(file))]
+    except ValueError as error:
+        raise CorpusError(f"{file} is no zip archive that can be read: {error}; remove it") from error
 
 
 def other_files(paths: Iterable[str]) -> list[str]:
@@ -68,6 +78,8 @@ def _match(pattern: str) -> list[tuple[str, str]]:
     """List the files that one folder, glob or file name matches, with the names of their documents."""
     if pattern.startswith(HUB):
         return _match_on_hub(pattern)
+    if is_remote(pattern):
+        return _match_remote(pattern)
     base = Path(pattern).expanduser()
     mode = _mode_of(base)
     if _is_dir(mode):
@@ -95,11 +107,30 @@ def _match(pattern: str) -> list[tuple[str, str]]:
         what = "only the logs of a run match it" if logs else what
         raise CorpusError(f"documents.path {pattern!r}: {what} (looked for {base.absolute()})")
     for file in files:
-        if not suffix_of(file):
+        if not _is_read(file.name):
             raise CorpusError(
                 f"documents.path {pattern!r}: {file} has an unsupported type; expected one of {', '.join(SUFFIXES)}"
             )
     return [(str(file), file.name) for file in files]
+
+
+def _match_remote(pattern: str) -> list[tuple[str, str]]:
+    """List the remote files that a URL matches: of a folder, a glob or a file."""
+    file_system, inner = remote(pattern)
+    try:
+        if glob.has_magic(inner):
+            base, found = "", file_system.glob(inner)
+        elif file_system.isdir(inner):
+            base, found = f"{inner.rstrip('/')}/", file_system.find(inner)
+        else:
+            base, found = "", [inner] if file_system.exists(inner) else []
+    except ImportError as error:
+        raise CorpusError(f"documents.path {pattern!r}: {error}") from error
+    files = [file for file in sorted(found) if format_of(file) is not None]
+    if not files:
+        raise CorpusError(f"documents.path {pattern!r}: no {', '.join(SUFFIXES)} files found there")
+    names = [file.removeprefix(base) if base else file.rpartition("/")[2] for file in files]
+    return [(str(file_system.unstrip_protocol(file)), name) for file, name in zip(files, names, strict=True)]
 
 
 def _match_on_hub(pattern: str) -> list[tuple[str, str]]:
@@ -110,7 +141,8 @@ def _match_on_hub(pattern: str) -> list[tuple[str, str]]:
         raise CorpusError(f"documents.path {pattern!r}: expected {HUB}OWNER/NAME, and @REVISION or /GLOB after it")
     from huggingface_hub import snapshot_download
 
-    wanted = [inner] if inner else [f"*{suffix}" for suffix in SUFFIXES if suffix != ".md"]
+    kinds = [suffix for suffix in SUFFIXES if suffix != ".md"]
+    wanted = [inner] if inner else [f"*{suffix}{packed}" for suffix in kinds for packed in ("", *COMPRESSIONS)]
     try:
         base = snapshot_download(
             f"{owner}/{name}", repo_type="dataset", revision=revision or None, allow_patterns=wanted
@@ -129,12 +161,6 @@ def _match_on_hub(pattern: str) -> list[tuple[str, str]]:
 
 def _is_output(folder: Path) -> bool:
     return is_output_folder(folder, [entry.name for entry in _list(str(folder))])
-
-
-def suffix_of(file: Path) -> str | None:
-    """Return the known suffix of a file name."""
-    name = file.name.lower()
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def _names_in(base: str) -> list[str]:
@@ -193,7 +219,7 @@ def _mode_of(path: Path | str) -> int | None:
 
 
 def _is_read(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES)
+    return format_of(name) is not None or name.lower().endswith(ARCHIVE)
 
 
 def _is_dir(mode: int | None) -> bool:

@@ -33,6 +33,7 @@ class RowFormat:
     kind : a row is a text, a conversation, or a request (``openai_batch``).
     columns : fields that templates name.
     passed : fields that are copied to the records.
+    model : of requests: the model that the first one names; others may name no other one.
     """
 
     id_field: str = "id"
@@ -41,6 +42,7 @@ class RowFormat:
     passed: tuple[str, ...] = ()
     kind: RowKind = "text"
     encoding: str = UTF_8
+    model: str | None = None
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -54,6 +56,10 @@ class RowFormat:
         passed = {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
         if self.kind == "openai-batch":
             request = parse_request(row, place)
+            if request.error is None and self.model and request.passed.get("model", self.model) != self.model:
+                other = f"body.model is {request.passed['model']!r}, the first row's is {self.model!r}"
+                error = f"{other}; a job uses one model: split the file"
+                request = Document(request.id, error=error, passed=request.passed)
             return replace(request, passed={**passed, **request.passed})
         name = place
         try:

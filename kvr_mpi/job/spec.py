@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from kvr_mpi.compress.settings import CompressSettings
+from kvr_mpi.documents import Part
 from kvr_mpi.documents.chat import ChatOptions, why_not_arguments
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.plain import AS_GIB, AS_SHARE, AS_TOKENS, Strict
@@ -41,7 +42,8 @@ class DocumentsSection(Strict):
 
     path: list[Annotated[str, Field(min_length=1)]] = Field(
         min_length=1,
-        description="folders, globs, files (.txt .md .jsonl .jsonl.gz .parquet) or hf://datasets/OWNER/NAME",
+        description="folders, globs, files (.txt .md .jsonl .csv .tsv .parquet, also .gz .bz2 .xz .zst), zip archives, "
+        "URLs that fsspec reads, or hf://datasets/OWNER/NAME",
     )
     format: Literal["text", "messages", "openai-batch"] = Field(
         "text", description="contents of a row: a text, a conversation, or a request in OpenAI's batch format"
@@ -61,7 +63,7 @@ class DocumentsSection(Strict):
         description="which documents come first: longest, so that the job ends soonest; shortest, so that answers "
         "come early; given, as in the corpus",
     )
-    shard: str | None = Field(None, description="'i/n': every n-th document, starting with number i (0 to n - 1)")
+    shard: str | None = Field(None, description="'i/n': the i-th (0 to n - 1) of n parts of the corpus")
     reuse: str | None = Field(
         None,
         min_length=1,
@@ -99,10 +101,10 @@ class DocumentsSection(Strict):
         return self.text_field or {"text": "text", "messages": "messages", "openai-batch": "body"}[self.format]
 
     @property
-    def share(self) -> slice:
-        """The slice of the corpus that this job processes."""
+    def part(self) -> Part:
+        """The part of the corpus that this job processes."""
         number, _, count = (self.shard or "0/1").partition("/")
-        return slice(int(number), None, int(count))
+        return Part(int(number), int(count))
 
 
 class PromptSection(Strict):

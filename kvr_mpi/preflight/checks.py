@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvr_mpi.disk import OTHER_FOLDER
-from kvr_mpi.documents import find_files, first_rows, is_table, other_files
+from kvr_mpi.documents import check_lines, find_files, first_rows, is_table, other_files
+from kvr_mpi.documents.formats import is_remote
 from kvr_mpi.documents.templates import check_system, parse_template
 from kvr_mpi.errors import (
     ConfigError,
@@ -32,7 +33,7 @@ from kvr_mpi.model.metadata import Metadata
 from kvr_mpi.model.source import must_be_cached
 from kvr_mpi.model.tensor_parallel import why_not_divided
 from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
-from kvr_mpi.store.folder import check_fresh, try_writing, writing
+from kvr_mpi.store.folder import check_is_folder, try_writing, writing
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.lookup import find_tables
@@ -49,16 +50,15 @@ TELLTALE = {"messages": "messages", "body": "openai-batch"}
 INDEX = "model.safetensors.index.json"
 
 
-def check_job(spec: JobSpec, ranks: int, *, goes_on: bool, offline: bool) -> None:
+def check_job(spec: JobSpec, ranks: int, *, offline: bool) -> None:
     """Check a job against the files it names and the ranks it has, without writing anything.
 
     ranks : number of ranks of the whole job.
-    goes_on : allow existing results in the output folder.
     offline : expect models of the hub in the local cache.
 
     Raises `KvrError`, which lists all problems.
     """
-    findings = list(_findings(spec, ranks, goes_on, offline))
+    findings = list(_findings(spec, ranks, offline))
     if len(findings) == 1:
         raise findings[0]
     if findings:
@@ -94,7 +94,7 @@ def lay_out(spec: JobSpec, ranks: int) -> Topology:
     return Topology(ranks, choose_chain_size(spec, ranks), spec.parallel.tensor_parallel)
 
 
-def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterator[KvrError]:
+def _findings(spec: JobSpec, ranks: int, offline: bool) -> Iterator[KvrError]:
     """Yield the errors of all checks."""
     fields = _fields(spec)
     checks: list[Callable[[], object]] = [
@@ -109,7 +109,7 @@ def _findings(spec: JobSpec, ranks: int, goes_on: bool, offline: bool) -> Iterat
         partial(_check_model, spec.model, offline),
         *([] if spec.model.adapter is None else [partial(check_adapter, spec.model.adapter)]),
         *(partial(_check_documents, spec, path) for path in spec.documents.path if spec.questions is None),
-        partial(_check_output, spec, goes_on),
+        partial(_check_output, spec),
     ]
     for check in checks:
         try:
@@ -219,10 +219,10 @@ def _check_columns(spec: JobSpec, fields: set[str] | None) -> None:
 
 def _fields(spec: JobSpec) -> set[str] | None:
     """List the fields in the first rows of tables; None if unknown."""
-    tables, rows = list[Path](), list[dict[str, Any]]()
+    tables, rows = list[str](), list[dict[str, Any]]()
     for path in spec.documents.path if spec.questions is None else ():
         with contextlib.suppress(CorpusError):  # `_check_documents` reports it
-            tables += (Path(file) for file, _ in find_files([path]) if is_table(Path(file)))
+            tables += (file for file, _ in find_files([path]) if is_table(file))
     for file in tables[:SAMPLED_FILES]:
         with contextlib.suppress(CorpusError):
             rows += first_rows(file, (spec.documents.content_field,))
@@ -232,14 +232,16 @@ def _fields(spec: JobSpec) -> set[str] | None:
 def _check_documents(spec: JobSpec, path: str) -> None:
     """Check that the files of a path exist, and that the first rows of some of them have the text field."""
     documents = spec.documents
-    files = [Path(file) for file, _ in find_files([path])]
-    _check_apart(spec, path, files)
+    files = [file for file, _ in find_files([path])]
+    _check_apart(spec, path, [Path(file.rpartition("::")[2]) for file in files if not is_remote(file)])
     texts = [file for file in files if not is_table(file)]
     if texts and documents.format != "text":
         raise CorpusError(
-            f"documents.format = {documents.format!r} needs files of rows (.jsonl, .parquet), but {str(texts[0])!r} is "
-            f"a text file"
+            f"documents.format = {documents.format!r} needs files of rows (.jsonl, .csv, .parquet), but {texts[0]!r} "
+            f"is a text file"
         )
+    for file in files[:SAMPLED_FILES]:
+        check_lines(file)
     if texts:
         return
     (key, kind, noun), field = CONTENT[documents.format], documents.content_field
@@ -255,7 +257,7 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         hint = f"; is it documents.format = {others[0]!r}?" if others else ""
         raise CorpusError(
             f"documents.{key} = {written!r}: no {noun} in the first rows of "
-            f"{str(files[0])!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more' if len(files) > 1 else ''}; "
+            f"{files[0]!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more' if len(files) > 1 else ''}; "
             f"the fields are {', '.join(sorted(names)[:20])}{hint}"
         )
 
@@ -282,11 +284,10 @@ def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
             )
 
 
-def _check_output(spec: JobSpec, goes_on: bool) -> None:
-    """Refuse a folder that cannot be created or written, or that holds results of an earlier run."""
+def _check_output(spec: JobSpec) -> None:
+    """Refuse a folder that cannot be created or written."""
     folder, reads = Path(spec.output.path), spec.documents.path if spec.questions is not None else []
     with writing(folder):
         check_output_folder(folder, map(Path, [*reads, *filter(None, [spec.documents.reuse])]))
-        if not goes_on:
-            check_fresh(folder)
+        check_is_folder(folder)
         try_writing(folder)

@@ -233,8 +233,7 @@ class TextSource:
         if not self._prompts:
             return document
         about, name = parse_answer_id(document.id)
-        sha256 = hashlib.sha256(document.text.encode()).hexdigest()
-        return replace(document, asked=Asked(about, self._prompts[name], sha256))
+        return replace(document, asked=Asked(about, self._prompts[name], contents_of(document)))
 
     def request(self, document: Document, work: int) -> Split:
         """Put the template around a text; cut a text that is too long, or split it into several prompts."""
@@ -291,7 +290,11 @@ def about_record(document: Document) -> dict[str, str]:
     """Return the fields of a record that are known before the document runs: its metadata, its hash if it was read."""
     columns = json.dumps(dict(document.passed)) if document.passed else ""
     if document.asked is None:
-        sha256 = hashlib.sha256(document.text.encode()).hexdigest() if document.error is None else ""
-        return {"columns": columns, "document_sha256": sha256}
+        return {"columns": columns, "document_sha256": contents_of(document)}
     asked = document.asked
     return {"document": asked.document, "question": asked.question, "columns": columns, "document_sha256": asked.sha256}
+
+
+def contents_of(document: Document) -> str:
+    """Return the hash of a document's contents; empty if it could not be read."""
+    return document.sha256 if document.error is None else ""

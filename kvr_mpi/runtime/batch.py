@@ -1,7 +1,7 @@
 """The main job: prefill, answer and store every document of a corpus.
 
 Data flow in `run_job`: documents -> prompts -> plan -> chain prefill -> decode -> outputs -> report.
-All ranks have the same corpus; rank 0 distributes it over the chains (``rounds``). Each chain takes documents from the
+All ranks index the corpus together and distribute it over the chains (``rounds``). Each chain takes documents from the
 front of its own list, then from the list with the most work left (``work_queue``), without a coordinator.
 """
 
@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from kvr_mpi.disk import OTHER_FOLDER, remove_rank_files, replacing
-from kvr_mpi.documents import Corpus, describe_others, is_table, scan_corpus
+from kvr_mpi.disk import remove_rank_files, replacing
+from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import (
     EXIT_BAD_DATA,
     EXIT_OK,
     EXIT_STOPPED,
-    ConfigError,
+    NOT_NOW,
     OutputError,
     Say,
     UnavailableError,
@@ -34,15 +34,15 @@ from kvr_mpi.errors import (
 )
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.preflight.checks import find_others, lay_out, name_files
-from kvr_mpi.preflight.inputs import row_format
+from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.requests.sources import DocumentSource, TextSource, error_record
+from kvr_mpi.requests.sources import error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
+from kvr_mpi.runtime.indexing import index_job, open_documents
 from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import RunOptions
@@ -51,7 +51,6 @@ from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.stopping import Stop, listening
-from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
 from kvr_mpi.runtime.tracing import open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
@@ -68,7 +67,7 @@ from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import check_identity, known_corpus, last_header, open_run
+from kvr_mpi.store.run import Opened, check_identity, last_header, open_run
 from kvr_mpi.store.states import STATES, StateWriter
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
@@ -103,41 +102,39 @@ def _run(
 ) -> int:
     folder = Path(spec.output.path)
     topology = together(world, lambda: lay_out(spec, world.size))
-    corpus = Corpus.from_json(share_json(world, on_root(world, lambda: _scan(spec, folder, options, log))))
 
     def claim_folder() -> Lock:
         """Take the output folder before the model is loaded: a second job that starts now ends at once."""
+        make_writable(folder)
         return held.enter_context(Lock(folder, machine.owner, log.line))
 
     lock = on_root(world, claim_folder)
+    corpus = index_job(spec, world, log, folder, is_new=options.overwrite)
 
-    def open_folder(header: Header) -> list[Any]:
-        """Repair the output folder; return the number of the session, and the documents left."""
+    def open_folder(header: Header) -> Opened:
+        """Repair the output folder, and compare its records with the documents."""
         assert lock is not None, "on rank 0"
-        done, failed = open_run(
+        return open_run(
             folder,
             header,
             corpus,
             lock,
-            share=spec.documents.share,
-            mode=options.mode,
+            overwrite=options.overwrite,
             retry_failed=options.retry_failed,
             say=log.line,
         )
-        return [lock.number, [number for number in wanted if corpus.entries[number].id not in done | failed]]
 
-    def open_again() -> list[Any] | None:
+    def open_again() -> tuple[Opened, dict[str, Any]] | None:
         """Open the folder of this job's run before weights are loaded; None if it has none, or that of another job."""
-        header = last_header(folder) if options.mode in ("resume", "extend") else None
+        header = None if options.overwrite else last_header(folder)
         is_same = header is not None and header.identity == identity_of_job(spec, machine)
-        return [*open_folder(header), header.identity] if header is not None and is_same else None
+        return (open_folder(header), header.identity) if header is not None and is_same else None
 
-    wanted = corpus.share(spec.documents.share)
-    ids = [corpus.entries[number].id for number in wanted]
-    opened = share_json(world, on_root(world, open_again))  # only rank 0 lists the folder: listings may differ
-    if opened and not opened[1]:
-        log.root(f"nothing left to do: {counted(len(wanted), _noun(spec))} already done")
-        return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, ids, 0, stop, log))))
+    opened = on_root(world, open_again)  # only rank 0 lists the folder: listings may differ
+    left = share_json(world, None if opened is None else len(opened[0].todo))
+    if left == 0:
+        log.root(f"nothing left to do: {counted(len(corpus), _noun(spec))} already done")
+        return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, corpus, 0, stop, log))))
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
     links, reason = open_transport(world, spec.parallel.transport, device)
@@ -151,13 +148,15 @@ def _run(
         log.root(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
-    if opened:
-        session, todo, identity = opened
+    if left is not None:
         # The model's files may have been replaced since.
-        on_root(world, lambda: check_identity(folder, identity, prepared.header().identity))
+        on_root(world, lambda: check_identity(folder, opened[1] if opened else {}, prepared.header().identity))
+        found = None if opened is None else opened[0]
     else:
-        session, todo = share_json(world, on_root(world, lambda: open_folder(prepared.header())))
-    done = len(wanted) - len(todo)
+        found = on_root(world, lambda: open_folder(prepared.header()))
+    session = share_json(world, None if lock is None else lock.number)
+    todo = np.frombuffer(world.broadcast(b"" if found is None else found.todo.tobytes()), np.int64)
+    done = len(corpus) - len(todo)
     what = "questions about documents" if spec.questions else "documents"
     if spec.prompts:
         what = f"documents: {len(corpus) // len(spec.prompts)}, prompts about them"
@@ -212,7 +211,7 @@ def _run(
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
         log.root(line)
-    return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, ids, left, stop, log))))
+    return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, corpus, left, stop, log))))
 
 
 def work_through(
@@ -220,8 +219,10 @@ def work_through(
 ) -> None:
     """Process this rank's part of all rounds; every rank calls this."""
     lane = ranks.lane
-    for number in list(shares.refused)[lane.rank :: lane.size]:
-        context.sink.write_record(error_record(context.source.read(number), shares.refused[number]), 0)
+    for number in [*shares.unreadable, *shares.refused][lane.rank :: lane.size]:
+        document = context.source.read(number)
+        changed = f"{NOT_NOW}it has changed since the job began; the next start of the job answers it"
+        context.sink.write_record(error_record(document, shares.refused.get(number, document.error or changed)), 0)
     # Split off the chains of all rounds before any work: each split waits for all ranks.
     colors = [part.topology.chain_color(lane.rank) for part in shares.rounds]
     chains = [lane.split(color) for color in colors]
@@ -245,54 +246,10 @@ def work_through(
     context.trace.tell("waiting", "for the other ranks to end")
 
 
-def _scan(spec: JobSpec, folder: Path, options: RunOptions, log: Log) -> dict[str, Any]:
-    """List all documents; `check_job` has verified that they exist."""
-    why_not = None if spec.documents.shard is None else "documents.shard: each share would have different documents"
-    if spec.questions is not None:
-        why_not = "[questions]: it asks about the documents of a stored run"
-    if options.extend and why_not:
-        raise ConfigError(f"--extend cannot be combined with {why_not}; {OTHER_FOLDER}")
-    if spec.questions is not None:
-        corpus, lines = scan_stored(spec)
-        make_writable(folder)
-        for line in lines:
-            log.line(line)
-        return corpus.to_json()
-    make_writable(folder)
-    if others := find_others(spec):
-        log.line(f"{describe_others(others)}: {name_files(others)}")
-    return scan_documents(spec, None if options.overwrite else known_corpus(folder)).to_json()
-
-
-def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
-    """Open the source of documents and their prompts."""
-    if setup.spec.questions is not None:
-        return StoredSource(setup, corpus)
-    find = None if setup.beginnings is None else setup.beginnings.find
-    return TextSource(corpus, setup.prompt_config, find, setup.spec.prompts)
-
-
-def scan_documents(spec: JobSpec, known: Corpus | None = None) -> Corpus:
-    """List a job's documents, without reading files that are as in `known`.
-
-    Raises `CorpusError` if there are none; `UnavailableError` if a table cannot be read now, while the number of its
-    rows decides which documents this job has.
-    """
-    wanted = spec.documents
-    if spec.questions is not None:
-        raise ConfigError("a job with [questions] uses the documents of a run and cannot be planned")
-    prompts = list(spec.prompts)
-    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=prompts, known=known)
-    for entry in corpus.entries if wanted.shard is not None or wanted.limit is not None else ():
-        if entry.is_transient and is_table(Path(corpus.files[entry.file].path)):
-            raise UnavailableError(f"{entry.error}; its rows are counted for documents.shard and documents.limit")
-    return corpus
-
-
-def _conclude(lock: Lock | None, spec: JobSpec, wanted: Sequence[str], left: int, stop: Stop, log: Log) -> int:
+def _conclude(lock: Lock | None, spec: JobSpec, corpus: Corpus, left: int, stop: Stop, log: Log) -> int:
     """Merge the results if that is cheap, then print the table and the exit line, with counts from the logs.
 
-    wanted : ids of the job's documents: it is done once each of them has a record.
+    The job is done once each of its documents has a record.
     """
     assert lock is not None, "on rank 0"
     folder = Path(spec.output.path)
@@ -308,7 +265,7 @@ def _conclude(lock: Lock | None, spec: JobSpec, wanted: Sequence[str], left: int
         result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
         results = Results.of(survey(folder))  # a share may have no documents
     lock.release()
-    if lost := [name for name in wanted if name not in results]:
+    if lost := [name for name in corpus.ids() if name not in results]:
         why = "; ".join(f"{file}: {what}" for file, what in results.damaged.items()) or "their records are gone"
         log.line(exit_line(EXIT_STOPPED, f"{counted(len(lost), _noun(spec))} left, such as {lost[0]!r}: {why}"))
         return EXIT_STOPPED
@@ -319,7 +276,7 @@ def _conclude(lock: Lock | None, spec: JobSpec, wanted: Sequence[str], left: int
     if log.level != "quiet":
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
-    unread = sum(results.places[name].is_transient for name in wanted)
+    unread = sum(results.places[name].is_transient for name in corpus.ids())
     code = EXIT_BAD_DATA if summary.failed > allowed or unread else EXIT_OK
     meaning = f"done; {counted(documents, _noun(spec))} answered"
     if summary.failed:

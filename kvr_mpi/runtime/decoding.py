@@ -72,7 +72,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
     documents = max(1, max(numbers, default=1))
     longest, new_tokens = setup.frame.max_tokens, setup.spec.generation.max_new_tokens
     # In planned jobs, work is a time and does not yield a length.
-    work = sum(part.works.values()) / len(part.works) if part.works and not setup.spec.planned else 0
+    work = part.work / sum(numbers) if any(numbers) and not setup.spec.planned else 0
     tokens = min(longest, int(work / CHARS_OF_TOKEN) or longest)
     kept = tokens if setup.spec.compress is None else setup.spec.compress.kept_of(tokens)
     each = (kept + new_tokens) * setup.loaded.shape.kv_bytes_per_token

@@ -18,7 +18,7 @@ from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, Say, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import prefill_whole
-from kvr_mpi.runtime.batch import open_documents, scan_documents
+from kvr_mpi.runtime.indexing import open_documents, scan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.prepare import prepare
@@ -47,8 +47,7 @@ def sample_heads(
     assert compression is not None, "the job has [compress]"
     source, counts = open_documents(setup, corpus), dict[str, Counts]()
     left_out: list[tuple[str, str]] = []
-    share = range(len(corpus))[spec.documents.share]
-    for number in share[:: max(1, len(share) // documents)][:documents]:
+    for number in range(len(corpus))[:: max(1, len(corpus) // documents)][:documents]:
         document = source.read(number)
         try:
             prompts = source.request(document, 0).texts

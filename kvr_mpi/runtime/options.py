@@ -10,7 +10,8 @@ from typing import Literal
 class RunOptions:
     """How to run a job, as described in the help of ``kvr run``.
 
-    resume, extend : continue from the results in the folder; `extend` also accepts documents that are new.
+    overwrite : delete existing results; otherwise documents that have not changed since are not answered again.
+    resume : never delete results, not even if this job began the run with `overwrite`.
     time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if there is one.
     level : quiet: log only warnings, errors and the last line; verbose: also log details for developers.
     bar : show progress as a bar on the terminal.
@@ -18,15 +19,7 @@ class RunOptions:
 
     overwrite: bool = False
     resume: bool = False
-    extend: bool = False
     retry_failed: bool = False
     time_limit: str | None = None
     level: Literal["quiet", "normal", "verbose"] = "normal"
     bar: bool = False
-
-    @property
-    def mode(self) -> Literal["new", "overwrite", "resume", "extend"]:
-        """How existing results in the output folder are treated."""
-        if self.overwrite:
-            return "overwrite"
-        return "extend" if self.extend else "resume" if self.resume else "new"

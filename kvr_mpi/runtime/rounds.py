@@ -6,20 +6,23 @@ for each other in a cycle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from kvr_mpi.documents import Corpus
-from kvr_mpi.plain import from_plain
 from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.log import Log
-from kvr_mpi.schedule.placement import Order, deal, order_key
+from kvr_mpi.schedule.placement import Order, deal
 from kvr_mpi.schedule.plan import count_tokens, describe_schedule, plan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import on_root, share_json
+
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +31,30 @@ class Round:
 
     topology : the chains.
     lists : document numbers for each chain.
-    works : work of each document: characters or predicted milliseconds.
+    works : work of each document of the corpus, by number: characters or predicted milliseconds.
     """
 
     topology: Topology
-    lists: list[list[int]]
-    works: dict[int, int]
+    lists: list[Numbers]
+    works: Numbers
+
+    @property
+    def work(self) -> int:
+        """Work of all documents."""
+        return sum(int(self.works[one].sum()) for one in self.lists)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
     """The documents that the chains start with.
 
-    refused : documents that cannot be read or fit on no chain, with the reason; no chain takes them.
+    unreadable : documents that cannot be processed; no chain takes them.
+    refused : documents that fit on no chain, with the reason.
     predicted_s : predicted time of the job, if it was planned.
     """
 
     rounds: list[Round]
+    unreadable: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     predicted_s: float | None = None
 
@@ -56,65 +66,65 @@ class Shares:
     @property
     def work(self) -> int:
         """Total work of all documents."""
-        return sum(sum(part.works.values()) for part in self.rounds)
+        return sum(part.work for part in self.rounds)
 
 
-def share_out(prepared: JobSetup, corpus: Corpus, todo: Sequence[int], ranks: JobRanks, log: Log) -> Shares:
+def share_out(prepared: JobSetup, corpus: Corpus, todo: Numbers, ranks: JobRanks, log: Log) -> Shares:
     """Distribute documents over chains: by the plan, or evenly by work over chains of the same length.
 
-    Every rank calls this; rank 0 decides, and all ranks receive the same shares.
+    Every rank calls this, with the same documents, and gets the same shares; rank 0 makes the plan.
     """
     world, lanes = ranks.world, ranks.lane.size
-    unreadable = {number: why for number in todo if (why := corpus.entries[number].error) is not None}
-    todo = [number for number in todo if number not in unreadable]
-    tokens = None
-    if prepared.costs is not None and prepared.spec.planned:
-        log.root("plan: counting tokens")
-        mine = (corpus.read(number) for number in todo[world.rank :: world.size])
-        tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
+    is_bad = np.fromiter((corpus.is_bad(number) for number in todo.tolist()), bool, len(todo))
+    unreadable, todo = todo[is_bad].tolist(), todo[~is_bad]
+    if prepared.costs is None or not prepared.spec.planned:
+        topology = lay_out(prepared.spec, world.size).by_group
+        return Shares([_round(corpus, todo, topology, prepared.spec.documents.order)], unreadable)
+    log.root("plan: counting tokens")
+    numbers = {corpus.id(number): number for number in todo.tolist()}
+    mine = (corpus.read(number) for number in todo[world.rank :: world.size].tolist())
+    tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
+    plan = share_json(world, on_root(world, lambda: _planned(prepared, numbers, tokens, lanes, log)))
+    rounds = []
+    for length, lists, pairs in plan["rounds"]:
+        works = np.ones(len(corpus), np.int64)
+        for number, work in pairs:
+            works[number] = work
+        rounds.append(Round(Topology(lanes, length), [np.array(one, np.int64) for one in lists], works))
+    return Shares(rounds, unreadable, dict(plan["refused"]), plan["predicted_s"])
 
-    def decide() -> dict[str, Any]:
-        if tokens is not None:
-            shares = _planned(prepared, corpus, todo, tokens, lanes, log)
-        else:
-            topology = lay_out(prepared.spec, world.size).by_group
-            shares = Shares([_round(corpus, todo, topology, prepared.spec.documents.order)])
-        return asdict(replace(shares, refused=unreadable | shares.refused))
 
-    return from_plain(Shares, share_json(world, on_root(world, decide)))
-
-
-def _round(corpus: Corpus, todo: Sequence[int], topology: Topology, order: Order) -> Round:
+def _round(corpus: Corpus, todo: Numbers, topology: Topology, order: Order) -> Round:
     """Distribute documents over chains of the same length, with the same work for each chain."""
-    works = {number: max(1, corpus.entries[number].chars) for number in todo}
+    works = corpus.works()
     # All questions about a document go to the same chain, which loads it once.
-    together: dict[tuple[int, int], list[int]] = {}
-    for number in todo:
-        together.setdefault((corpus.entries[number].file, corpus.entries[number].place), []).append(number)
-    groups = {members[0]: members for members in together.values()}
-    sizes = {first: sum(works[number] for number in members) for first, members in groups.items()}
-    lists = deal(list(sizes.items()), topology.chains)
-    ordered = [sorted(one, key=lambda first: (order_key(order, sizes[first]), first)) for one in lists]
-    return Round(topology, [[number for first in one for number in groups[first]] for one in ordered], works)
+    about = todo // (len(corpus.prompts) or 1)
+    documents, group = np.unique(about, return_inverse=True)
+    sizes = np.bincount(group, works[todo], len(documents)).astype(np.int64)
+    chains = deal(sizes, topology.chains)[group]
+    bits = np.frexp(sizes.astype(np.float64))[1][group]  # the bit length of the work
+    keys = {"longest": -bits, "shortest": bits, "given": np.zeros_like(bits)}[order]
+    ordered = np.lexsort((todo, keys))
+    return Round(topology, [todo[ordered[chains[ordered] == chain]] for chain in range(topology.chains)], works)
 
 
 def _planned(
-    prepared: JobSetup, corpus: Corpus, todo: Sequence[int], tokens: Mapping[str, int], ranks: int, log: Log
-) -> Shares:
+    prepared: JobSetup, numbers: Mapping[str, int], tokens: Mapping[str, int], ranks: int, log: Log
+) -> dict[str, object]:
     """Plan chains of different lengths; `tokens` has the length of each document by id."""
-    numbers = {corpus.entries[number].id: number for number in todo}
-    texts = [(name, tokens[name]) for name in numbers]
-    plan = plan_documents(prepared.spec, texts, ranks, prepared.forecast())
+    plan = plan_documents(prepared.spec, [(name, tokens[name]) for name in numbers], ranks, prepared.forecast())
     for line in describe_schedule(plan):
         log.root(f"plan: {line}")
     rounds = []
     for length in plan.chain_lengths:
         topology = Topology(ranks, length)
-        part = Round(topology, [[] for _ in range(topology.chains)], {})
+        lists: list[list[int]] = [[] for _ in range(topology.chains)]
+        works: list[tuple[int, int]] = []
         for place in sorted(plan.placements, key=lambda place: place.start_s):
             if place.ranks == length:
                 number = numbers[place.id]
-                part.lists[topology.chain_color(place.first_rank)].append(number)
-                part.works[number] = max(1, round(1e3 * (place.end_s - place.start_s)))
-        rounds.append(part)
-    return Shares(rounds, {numbers[name]: why for name, _, why in plan.does_not_fit}, plan.makespan_s)
+                lists[topology.chain_color(place.first_rank)].append(number)
+                works.append((number, max(1, round(1e3 * (place.end_s - place.start_s)))))
+        rounds.append((length, lists, works))
+    refused = [(numbers[name], why) for name, _, why in plan.does_not_fit]
+    return {"rounds": rounds, "refused": refused, "predicted_s": plan.makespan_s}

@@ -7,13 +7,13 @@ verified. If keys depend on the prompt's length, the prompt is prefilled again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvr_mpi.documents import Asked, Corpus, Document, Entry
-from kvr_mpi.documents.questions import answer_id, parse_answer_id
+from kvr_mpi.documents import Asked, Corpus, Document
+from kvr_mpi.documents.corpus import corpus_of
+from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
@@ -24,7 +24,6 @@ from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.shares import tell_missing
-from kvr_mpi.store.stored_kv import seal_pieces
 from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
 
 # Work of a loaded token relative to a prefilled one, for the progress and the distribution over chains.
@@ -35,6 +34,7 @@ LOADED_WORK = 0.02
 class StoredDocument:
     """A stored document, or the reason why questions about it cannot be answered.
 
+    sha256 : hash of its contents (`Record.document_sha256`).
     bytes : size of all keys and values.
     compression : method and settings of its compression; empty: all tokens are stored.
     is_askable : False if the run lacks the keys and values that questions need; `error` names what is missing.
@@ -52,7 +52,7 @@ class StoredDocument:
 def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
     """List the questions about the stored documents of a job, from `complete_questions`.
 
-    Returns an entry for each document and question, whose `place` is the document's number, and lines for the log.
+    Returns the documents, with the questions as prompts about them, and lines for the log.
     Raises `ConfigError` if stored documents are compressed and the job stores keys and values; `CorpusError` if a named
     document does not exist, no document has keys and values, or more documents cannot be asked about than
     `output.max_failed` allows; `DataError` if the run cannot be read, or is incomplete.
@@ -115,37 +115,36 @@ class StoredSource:
         questions = setup.spec.questions
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
-        self._numbers = {entry.id: number for number, entry in enumerate(corpus.entries)}
         self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the latest
         self._results: Results | None = None
         self._recomputes = bool(depends_on_length(setup.loaded.model))
 
     def read(self, number: int) -> Document:
         """Return the question and its document by number in the corpus."""
-        entry = self.corpus.entries[number]
-        document_id, name = parse_answer_id(entry.id)
-        return Document(entry.id, error=entry.error, asked=Asked(document_id, self._ask[name], ""))
+        answer, too_long = self.corpus.named(number)
+        error = self.corpus.index.errors.get(self.corpus.document_number(number), too_long)
+        document_id, name = parse_answer_id(answer)
+        sha256 = self.corpus.digest(number) or ""
+        return Document(answer, error=error, asked=Asked(document_id, self._ask[name], sha256))
 
     def request(self, document: Document, work: int) -> Split:
         """Append a question to a document's text; keys and values are loaded later."""
         if document.error is not None:
             raise DocumentError(document.error)
         assert document.asked is not None
-        record, tokens, source = self._find(document.id)
+        record, tokens, source = self._find(document.asked)
         _, name = parse_answer_id(document.id)
         prompt = self._setup.prompt_config.questions[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
-        document = replace(document, asked=replace(document.asked, sha256=record.document_sha256))
         return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
 
-    def _find(self, answer: str) -> tuple[Record, CachedTokens, StoredPrefix | None]:
-        """Return the document of an answer, and open it unless it was the last one."""
-        entry = self.corpus.entries[self._numbers[answer]]
-        document_id, name = parse_answer_id(answer)
+    def _find(self, asked: Asked) -> tuple[Record, CachedTokens, StoredPrefix | None]:
+        """Return the document of a question, and open it unless it was the last one."""
+        document_id = asked.document
         results = self._results = self._results or _results_of(self._setup.spec)
         if document_id not in results:
             raise DocumentError(f"{document_id}: it was stored when the job began, and is gone: start the job again")
         pieces = results.places[document_id].pieces
-        if _seal(seal_pieces(pieces), self._ask[name]) != entry.sha256:
+        if results.places[document_id].sha256 != asked.sha256:
             raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
         if self._open is None or self._open[0].id != document_id:
             self._open = None
@@ -173,7 +172,7 @@ def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
     place = index.places[name]
     try:
         with index.open(name) as (record, kv):
-            seal, size = seal_pieces(place.pieces), place.kv_bytes
+            size = place.kv_bytes
     except DataError as error:
         return StoredDocument(name, error=str(error))
     if not kv.layers:
@@ -189,19 +188,13 @@ def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
         why = f"it is compressed ({kv.compression}), which needs one rank; leave parallel.ranks_per_chain out"
     if why is not None or kv.tokens is None:
         return StoredDocument(name, error=f"{name} cannot be asked about: {why}", is_askable=False)
-    return StoredDocument(name, kv.tokens.text[1], size, seal, None, kv.compression)
+    return StoredDocument(name, kv.tokens.text[1], size, place.sha256, None, kv.compression)
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corpus:
-    """List every question about every document."""
-    entries = []
-    for place, document in enumerate(documents):
-        for name, question in ask.items():
-            answer, too_long = answer_id(document.id, name)
-            work = 1 + int(document.tokens * LOADED_WORK) + len(question)
-            entries.append(Entry(answer, work, _seal(document.sha256, question), 0, place, document.error or too_long))
-    return Corpus((), tuple(entries))
-
-
-def _seal(kv_sha256: str, question: str) -> str:
-    return hashlib.sha256(f"{kv_sha256} {question}".encode()).hexdigest()
+    """List every document, with the questions as prompts about it."""
+    question_chars = max(map(len, ask.values()))
+    works = [1 + int(document.tokens * LOADED_WORK) + question_chars for document in documents]
+    errors = {number: document.error for number, document in enumerate(documents) if document.error is not None}
+    hashes = [document.sha256 for document in documents]
+    return corpus_of([document.id for document in documents], works, hashes, errors, tuple(ask))

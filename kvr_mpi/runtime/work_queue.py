@@ -7,8 +7,11 @@ it leaves there. Shared counters record how much of each list is taken, so there
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from kvr_mpi.transport.counters import Counters
 
@@ -29,21 +32,27 @@ class WorkQueue:
     """Lists of documents; each document is taken by exactly one chain.
 
     lists : document numbers for each chain; the same on every rank.
-    works : work of each document.
+    works : work of each document, by number.
     own : index of this chain's list.
     first_slot : index of the first list's counter; each list's counter is the number of documents taken.
     """
 
     def __init__(
-        self, lists: Sequence[Sequence[int]], works: Mapping[int, int], own: int, counters: Counters, first_slot: int
+        self,
+        lists: Sequence[npt.NDArray[np.int64]],
+        works: npt.NDArray[np.int64],
+        own: int,
+        counters: Counters,
+        first_slot: int,
     ) -> None:
         self._lists, self._works, self._own = lists, works, own
+        self._sums = [np.concatenate([[0], np.cumsum(works[one])]) for one in lists]
         self._counters, self._first_slot = counters, first_slot
 
     def peek_document(self) -> int | None:
         """Return the next document without taking it."""
         found = self._fullest()
-        return None if found is None else self._lists[found[0]][found[1]]
+        return None if found is None else int(self._lists[found[0]][found[1]])
 
     def may_take(self, put_off: int) -> bool:
         """Whether to take more documents while `put_off` prompts wait to be packed.
@@ -60,18 +69,18 @@ class WorkQueue:
         while (found := self._fullest()) is not None:
             at = self._counters.add(self._first_slot + found[0])
             if at < len(self._lists[found[0]]):  # otherwise another rank has taken the last one
-                return self._lists[found[0]][at]
+                return int(self._lists[found[0]][at])
         return None
 
     def work_of(self, number: int) -> int:
         """Work of a document."""
-        return self._works[number]
+        return int(self._works[number])
 
     def _fullest(self) -> tuple[int, int] | None:
         """Return the list to take from, and the number of its documents taken; None if all are empty."""
         taken = self._counters.read()[self._first_slot :][: len(self._lists)]
         if taken[self._own] < len(self._lists[self._own]):
             return self._own, taken[self._own]
-        left = [sum(self._works[number] for number in one[at:]) for one, at in zip(self._lists, taken, strict=True)]
+        left = [sums[-1] - sums[min(at, len(sums) - 1)] for sums, at in zip(self._sums, taken, strict=True)]
         fullest = max(range(len(left)), key=left.__getitem__)
         return (fullest, taken[fullest]) if taken[fullest] < len(self._lists[fullest]) else None

@@ -27,6 +27,7 @@ Order = Literal["longest", "shortest", "given"]
 LATER = 1.02  # factor by which a batch may end later than necessary, in exchange for efficient chains, or none
 # If a document fits on no chain, numbers of ranks are tried up to the job's ranks times two to this power.
 MOST_DOUBLINGS = 10
+DEALT = 100_000  # documents that are numbers of Python at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +224,23 @@ def order_key(order: Order, work: int) -> int:
     return {"longest": -work.bit_length(), "shortest": work.bit_length(), "given": 0}[order]
 
 
-def deal(todo: Sequence[tuple[int, int]], chains: int) -> list[set[int]]:
-    """Assign documents (number, characters) to chains, the longest first, each to the chain with the least work."""
-    shares: list[set[int]] = [set() for _ in range(chains)]
+def deal(works: npt.NDArray[np.int64], chains: int) -> npt.NDArray[np.int32]:
+    """Assign documents to chains, the longest first, each to the chain with the least work; return their chains.
+
+    works : work of each document, at least 1.
+    """
+    found = np.zeros(len(works), np.int32)
+    if chains == 1:
+        return found
     loads = [(0, chain) for chain in range(chains)]
-    for number, chars in sorted(todo, key=lambda item: (-item[1], item[0])):
-        load, chain = heapq.heappop(loads)
-        shares[chain].add(number)
-        heapq.heappush(loads, (load + max(1, chars), chain))
-    return shares
+    order = np.argsort(-works, kind="stable")
+    for start in range(0, len(order), DEALT):
+        some = order[start : start + DEALT]
+        for number, work in zip(some.tolist(), works[some].tolist(), strict=True):
+            load, chain = loads[0]
+            found[number] = chain
+            heapq.heapreplace(loads, (load + work, chain))
+    return found
 
 
 SecondsOf = Callable[[int, int], float]

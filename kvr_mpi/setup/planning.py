@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.costs.workload import workload_of
-from kvr_mpi.documents import read_corpus
+from kvr_mpi.documents import scan_corpus
 from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import Counted, count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
@@ -202,10 +201,7 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
 def _count(spec: JobSpec, tokenizer: Any) -> Counted:
     """Count the tokens of this job's documents."""
     wanted = spec.documents
-    documents = read_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit)
-    share = wanted.share
-    counted = count_corpus(tokenizer, islice(documents, share.start, None, share.step))
-    if not counted.texts:
-        of = "" if wanted.shard is None else f" of the share {wanted.shard}"
-        raise CorpusError(f"documents.path {wanted.path}: the files contain no documents{of}; expected at least one")
-    return counted
+    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, part=wanted.part)
+    if not len(corpus):
+        raise CorpusError(f"documents.path {wanted.path}: there are no documents in the share {wanted.shard}")
+    return count_corpus(tokenizer, map(corpus.read, range(len(corpus))))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.encoding import encode_text
@@ -28,16 +31,16 @@ def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_
     return int(sum(each) * bytes_per_token)
 
 
-def check_stored_size(setup: JobSetup, corpus: Corpus, todo: Sequence[int], folder: Path) -> str:
+def check_stored_size(setup: JobSetup, corpus: Corpus, todo: npt.NDArray[np.int64], folder: Path) -> str:
     """Return a log line about how much will be written for documents, by number; a sample of their texts is tokenised.
 
     Raises `OutputError` if there is not enough free space, or the folder no longer exists.
     """
-    good = [number for number in todo if corpus.entries[number].error is None]
+    good = [number for number in todo.tolist() if not corpus.is_bad(number)]
     texts = [corpus.read(number).text[:SAMPLED_CHARS] for number in good[:: max(1, len(good) // SAMPLED)]]
     tokens = sum(len(encode_text(setup.loaded.tokenizer, text)) for text in texts)
     chars = sum(map(len, texts))
-    counts = [corpus.entries[number].chars * tokens / chars for number in good] if chars else []
+    counts = [corpus.chars(number) * tokens / chars for number in good] if chars else []
     part = setup.loaded.part  # the group writes all of its heads once
     shares = 1 if part is None else len(part.held.shares)
     size = stored_bytes(setup.spec, setup.frame, counts, shares * setup.loaded.shape.kv_bytes_per_token)

@@ -31,7 +31,7 @@ from kvr_mpi.disk import (
     retried,
     stat_of,
 )
-from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, KvrError, OutputError, UnavailableError, counted
+from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, KvrError, OutputError, UnavailableError
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
@@ -52,6 +52,7 @@ class Place:
     source : ``results.h5`` or a log.
     at, size : offset and bytes of its line there.
     reason : why it failed, shortened.
+    sha256 : hash of the document's contents, as in its record.
     needs : ids of the pieces of its keys and values.
     pieces : locations of these pieces; empty until `Survey.locate`.
     """
@@ -62,6 +63,7 @@ class Place:
     is_done: bool
     reason: str
     finished_at: str
+    sha256: str
     needs: tuple[str, ...]
     pieces: tuple[Piece, ...] = ()
 
@@ -235,12 +237,13 @@ def take_lines(found: Survey, source: Path, *, reads_all: bool = False) -> Itera
                 found.headers[source] = read_header(from_json(line))
                 continue
             if line.startswith(RECORD_START):
-                if reads_all:
-                    read_record(line, f"line {number + 1}")
                 head = read_head(line)
+                sha256 = head.document_sha256
+                if reads_all or sha256 is None:
+                    sha256 = read_record(line, f"line {number + 1}").document_sha256
                 is_done = head.status == "done"
                 reason = "" if is_done else shorten(head.error)
-                place = Place(source, at, len(line), is_done, reason, head.finished_at, head.pieces)
+                place = Place(source, at, len(line), is_done, reason, head.finished_at, sha256, head.pieces)
                 found.records.setdefault(head.id, []).append(place)
             else:
                 _take_in(found, source, from_json(line))
@@ -329,14 +332,9 @@ def writing(folder: Path) -> Iterator[None]:
         raise OutputError(f"output.path {str(folder)!r} cannot be written: {why}; {OTHER_FOLDER}") from error
 
 
-def check_fresh(folder: Path) -> None:
-    """Raise `OutputError` if the folder holds results of an earlier run, or is not a folder."""
+def check_is_folder(folder: Path) -> None:
+    """Raise `OutputError` if an output folder is a file."""
     if is_regular(folder):
         raise OutputError(
             f"output.path {str(folder)!r} is a file; expected a folder, which is created if it does not exist"
-        )
-    if files := [path for path in _sources(folder, names_in(folder) if is_folder(folder) else ()) if is_regular(path)]:
-        raise OutputError(
-            f"output.path {str(folder)!r} holds {counted(len(files), 'result file')} of an earlier run; add --resume "
-            f"to continue that run, --overwrite to delete the files, or {OTHER_FOLDER}"
         )

@@ -9,7 +9,9 @@
     pieces           ids of its keys and values, in lines only
     slices           bounds of the prompt over the ranks (ranks + 1); of a
                      split text, of the prompt that combines its parts
-    document_sha256, prompt_sha256
+    document_sha256  hash of the document's text and of the other fields of its
+                     row that were used
+    prompt_sha256
     prompt_tokens    length of the prompt
     computed_tokens  tokens of the prompt that were computed; the others' keys
                      and values existed already
@@ -55,7 +57,7 @@ from kvr_mpi.plain import Strict, explain, read_plain
 J = TypeVar("J", dict[str, Any], list[dict[str, Any]])
 STATUSES = ("done", "error")
 # Fields at the beginning of a record's line, before the pieces, and the text after the pieces.
-HEAD, HEAD_END = ("id", "status", "error", "finished_at"), b', "document": '
+HEAD, HEAD_END = ("id", "status", "error", "finished_at", "document_sha256"), b', "document": '
 # Omitted from the line if empty.
 ASKED_FOR = (
     "logprobs",
@@ -219,13 +221,14 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """The beginning of a record's line."""
+    """The beginning of a record's line; lines of earlier versions have the hash further on."""
 
     id: str
     status: Literal["done", "error"]
     error: str
     finished_at: str
     pieces: tuple[str, ...]
+    document_sha256: str | None = None
 
 
 def read_head(line: bytes) -> RecordHead:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvr_mpi.disk import VOLUME_NAME, is_folder, is_output_folder, names_in, read_whole, stat_of
-from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import ConfigError, DataError, MissingError, choices, counted
 from kvr_mpi.store.cost import Cost, total_cost
 from kvr_mpi.store.folder import Place, Survey, has_results, survey
@@ -355,25 +354,24 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
     missing, several = [*shares], len(runs) > 1
     joined: Results | None = None
     left = None
-    first: dict[int, tuple[Path, Corpus]] = {}  # number of shares to the first run with that number
+    first: dict[int, tuple[Path, str]] = {}  # number of shares to the first run with that number
     for path in runs:
         run = read_run_file(path) if is_folder(path) else None
         if several and run is not None:
-            check_corpus(path, run.corpus, run.share, first)
-        wanted = None if run is None else {*run.wanted}
+            check_corpus(path, run, first)
         if several and is_folder(path) and not has_results(path):
-            if wanted is None or wanted:  # if there are fewer documents than shares, some shares are empty
+            if run is None or run.documents:  # if there are fewer documents than shares, some shares are empty
                 missing.append(f"{path} has no results yet")
             continue
         found = _read_run(path, verify=verify, passes_damaged=passes_damaged)
-        left = None if wanted is None else len(wanted - found.places.keys())
+        left = None if run is None else max(0, run.documents - len(found.places.keys() - run.gone))
         # The contents of a damaged log are unknown; the contents of a volume are listed in a log.
         spoilt = [(file, why) for file, why in found.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
         missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]
         if found.gone:
             missing.append(f"{path} has lost keys and values of {counted(len(found.gone), 'document')}: needs --resume")
-        elif several and wanted is not None and left:
-            missing.append(f"{path} has {left} of {counted(len(wanted), 'document')} left: needs --resume")
+        elif several and run is not None and left:
+            missing.append(f"{path} has {left} of {counted(run.documents, 'document')} left: needs --resume")
         if joined is None:
             joined = found
         else:

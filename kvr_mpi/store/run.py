@@ -1,8 +1,9 @@
 """Starting or resuming a run: lock its folder, compare it with the job, and repair it after crashes.
 
-After a crash, a document counts as finished if its record is in a log, and its keys and values are in volumes that a
-log lists; all other documents are processed again. Damaged files are set aside, never deleted; unfinished volumes are
-deleted.
+A document is done if the results have a record with its id and the hash of its contents (`Document.sha256`), and the
+folder's logs have the job's identity. Nothing else decides: no times, sizes or names of files, and no list of an
+earlier job. The keys and values that the record needs must be in volumes that a log lists. All other documents are
+processed again. Damaged files are set aside, never deleted; unfinished volumes are deleted.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvr_mpi.disk import (
     LOG_NAME,
     OTHER_FOLDER,
     RUN_FILE,
     final_name,
+    is_folder,
     list_folder,
     names_in,
     read_regular,
@@ -32,20 +37,20 @@ from kvr_mpi.disk import (
     replacing,
     retried,
 )
-from kvr_mpi.documents import Corpus
-from kvr_mpi.errors import DataError, ForeignError, OutputError, Say, UnavailableError, counted
-from kvr_mpi.store.folder import DAMAGED, Place, Survey, check_fresh, read_run_header, survey, take_lines
+from kvr_mpi.documents import Corpus, Part
+from kvr_mpi.documents.index import hash_id
+from kvr_mpi.documents.questions import parse_answer_id
+from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, Say, UnavailableError, counted
+from kvr_mpi.store.folder import DAMAGED, Place, Survey, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
-from kvr_mpi.store.record import read_record
 from kvr_mpi.store.traces import TRACES
-from kvr_mpi.store.volumes import is_ours, lines_of, open_volume
+from kvr_mpi.store.volumes import is_ours, open_volume
 
 RUN_FILE_BYTES = 1 << 30
 # Bytes of the newest keys and values that are verified when a run is resumed; `merge_run` verifies all of them.
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # maximum number of examples in a message
-ALL = slice(0, None, 1)
 # Keys of a run's identity that are known only once the model is loaded.
 OF_MODEL = {"model", "dtype", "frame", "compress", "cache", "date"}
 # Keys of an identity whose name in a job file differs.
@@ -53,7 +58,13 @@ SETTINGS = {"kv": "output.kv", "columns": "output.columns", "format": "documents
 SETTINGS |= {"date": "prompt.date"}
 VALUE_CHARS = 200  # maximum length of a setting in a message
 
-Mode = Literal["new", "overwrite", "resume", "extend"]
+
+class Opened(NamedTuple):
+    """What a job has to do in the folder of a run: numbers of documents in its corpus, and how many have records."""
+
+    todo: npt.NDArray[np.int64]
+    done: int
+    failed: int
 
 
 def open_run(
@@ -62,21 +73,17 @@ def open_run(
     corpus: Corpus,
     lock: Lock,
     *,
-    share: slice = ALL,
-    mode: Mode = "new",
+    overwrite: bool = False,
     retry_failed: bool = False,
     say: Say = lambda line: None,
-) -> tuple[set[str], set[str]]:
-    """Repair the folder of a run; return the ids of documents that are done, and of those whose error records are kept.
+) -> Opened:
+    """Repair the folder of a run, and compare its records with the documents.
 
-    Documents that could not be read for the moment (`NOT_NOW`) are always processed again.
+    Error records of documents that could not be read for the moment (`NOT_NOW`) are always processed again.
 
     header : its identity has to match the existing results.
-    corpus : it has to contain the documents of the existing results, unless the run is extended.
     lock : the folder's, which this process holds. The caller releases it if this function raises.
-    share : the documents that this job processes, as ``slice(first, None, step)``; recorded for progress reports.
-    mode : what to do with existing results: refuse to start, delete them, continue from them, or continue with a
-        changed list of documents.
+    overwrite : delete existing results.
     retry_failed : process documents with error records again.
     say : receives log lines about the folder's contents and repairs.
 
@@ -88,26 +95,91 @@ def open_run(
         others = sorted(name for name in names_in(folder) if name.endswith(".h5") and not is_ours(name))
         if others:
             say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
-        if mode == "overwrite":
+        if overwrite:
             for name in survey(folder).unlisted:
                 _refuse_foreign(folder / name)
             _clear(folder)
-        elif mode == "new":
-            check_fresh(folder)
         with LogWriter(folder, lock.number, None, header) as log:
-            places, _, _ = _recover(folder, header, say, log).locate()
-            wanted = {corpus.entries[number].id for number in corpus.share(share)}
-            stale = _check_job(
-                folder, header, corpus, share, (places, wanted), lock.owner.job, say, log, extends=mode == "extend"
-            )
-        known = places.keys() & wanted - stale
-        done = {name for name in known if places[name].is_done}
-        kept = {name for name in known - done if not (retry_failed or places[name].is_transient)}
-        return done, kept
+            places = _recover(folder, header, say, log).locate()[0]
+            if places:
+                _check_part(folder, corpus)
+            found = _compare(places, corpus, retry_failed=retry_failed)
+            for what, names in found.changes.items():
+                if names:
+                    say(f"{folder}: {counted(len(names), 'document')} {what} ({_some(names)})")
+            if stale := [*found.changes[CHANGED], *found.changes[REPAIRED], *found.changes[PASSING]]:
+                _drop(log, stale)
+            _write_run_file(folder, header, corpus, lock.owner.job, found.changes[GONE])
+        return Opened(found.todo, found.done, found.failed)
     except UnavailableError:
         raise
     except OSError as error:
         raise OutputError(f"output.path {str(folder)!r} cannot be used: {error}") from error
+
+
+# What can be different about documents with results.
+CHANGED, REPAIRED = "changed, to be answered again", "that could not be read before, to be answered now"
+UNREAD = "cannot be compared, since they cannot be read now; their answers are kept"
+GONE, PASSING = "no longer in the corpus; their results are kept", "of files that could not be read before"
+
+
+class _Comparison(NamedTuple):
+    todo: npt.NDArray[np.int64]
+    done: int
+    failed: int
+    changes: dict[str, list[str]]
+
+
+def _compare(places: Mapping[str, Place], corpus: Corpus, *, retry_failed: bool) -> _Comparison:
+    """Compare the records of a run with the documents of a job."""
+    is_todo = np.ones(len(corpus), bool)
+    changes: dict[str, list[str]] = {what: [] for what in (CHANGED, REPAIRED, UNREAD, GONE, PASSING)}
+    rest, done = {*places}, 0
+    for number in range(len(corpus)) if places else ():
+        name = corpus.id(number)
+        place = places.get(name)
+        if place is None:
+            continue
+        rest.discard(name)
+        sha256 = _digest_now(corpus, number)
+        if sha256 is None:  # unknown
+            is_kept = place.is_done
+            if is_kept:
+                changes[UNREAD].append(name)
+        elif is_kept := sha256 == place.sha256:
+            is_kept = place.is_done or not (retry_failed or place.is_transient)
+        else:
+            changes[CHANGED if place.sha256 else REPAIRED].append(name)
+        is_todo[number] = not is_kept
+        done += is_kept and place.is_done
+    for name in sorted(rest):
+        changes[PASSING if places[name].is_transient else GONE].append(name)
+    todo = np.flatnonzero(is_todo)
+    return _Comparison(todo, done, len(corpus) - len(todo) - done, changes)
+
+
+def _digest_now(corpus: Corpus, number: int) -> str | None:
+    """Return the hash of a document as it is now; empty if it cannot be processed, None if it cannot be read now."""
+    if corpus.is_transient(number):
+        return None
+    if corpus.is_bad(number):
+        return ""
+    if (found := corpus.digest(number)) is not None:
+        return found
+    document = corpus.read(number)
+    if document.error is None:
+        return document.sha256
+    return None if document.error.startswith(NOT_NOW) else ""
+
+
+def hash_recorded(folder: Path, *, has_prompts: bool) -> npt.NDArray[np.uint64]:
+    """Return sorted hashes of the ids of the documents with results; with several prompts, of what these are about."""
+    if not is_folder(folder):
+        return np.zeros(0, np.uint64)
+    names: Iterable[str] = survey(folder).records
+    if has_prompts:
+        names = {parse_answer_id(name)[0] for name in names}
+    return np.sort(np.fromiter(map(hash_id, names), np.uint64))
 
 
 def check_settings(folder: Path, identity: dict[str, Any]) -> None:
@@ -128,24 +200,21 @@ def last_header(folder: Path) -> Header | None:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """The identity and documents of a run: the file ``run.json``.
+    """What other commands want to know of a run: the file ``run.json``. It does not decide what is done.
 
     identity : settings that the answers depend on.
     job : id of the last batch job that wrote to the folder; empty: none.
-    share : documents of the corpus that this job has to process.
-    gone : documents with results that are no longer in the corpus.
+    part, cut : the part of the corpus that this run processes, and how the corpus was divided (`index.describe_cut`).
+    documents : number of documents (or questions) that the run's latest job has to process.
+    gone : documents with results that are no longer among them.
     """
 
     identity: dict[str, Any]
     job: str
-    share: slice
+    part: Part
+    cut: str
+    documents: int
     gone: frozenset[str]
-    corpus: Corpus
-
-    @property
-    def wanted(self) -> list[str]:
-        """Ids of the documents that the run's latest job has to process."""
-        return [self.corpus.entries[number].id for number in self.corpus.share(self.share)]
 
 
 def read_run_file(folder: Path) -> RunFile | None:
@@ -154,20 +223,37 @@ def read_run_file(folder: Path) -> RunFile | None:
     with contextlib.suppress(DataError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = unseal(read_whole(lambda: read_regular(path, RUN_FILE_BYTES), path))
         if stored is not None and isinstance(stored["identity"], dict):
-            listed = stored["corpus"]
-            "".join([stored["job"], *listed["ids"], *listed["prompts"]]).encode()  # raises unless all are text
             first, step = map(operator.index, stored.get("share", (0, 1)))
-            if 0 <= first < step:
-                gone = frozenset(map(str, stored.get("gone", ())))
-                corpus = Corpus.from_json(listed)
-                return RunFile(stored["identity"], stored["job"], slice(first, None, step), gone, corpus)
+            gone = frozenset(map(str, stored.get("gone", ())))
+            if "corpus" in stored:  # of an earlier version, which listed all documents
+                listed = len(stored["corpus"]["ids"]) // (len(stored["corpus"]["prompts"]) or 1)
+                documents = len(range(listed)[first::step]) * (len(stored["corpus"]["prompts"]) or 1)
+                cut = "of an earlier version" if step > 1 else ""
+            else:
+                documents, cut = operator.index(stored["documents"]), str(stored["cut"])
+            if 0 <= first < step and documents >= 0:
+                return RunFile(stored["identity"], str(stored["job"]), Part(first, step), cut, documents, gone)
     return None
 
 
-def known_corpus(folder: Path) -> Corpus | None:
-    """Return a run's list of documents, for `scan_corpus`; None if it is missing or damaged."""
+def _write_run_file(folder: Path, header: Header, corpus: Corpus, job: str, gone: Sequence[str]) -> None:
+    listed = {"share": corpus.part, "cut": corpus.cut, "documents": len(corpus), "gone": gone}
+    line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})
+    path = folder / RUN_FILE
+    if RUN_FILE not in names_in(folder) or read_regular(path, RUN_FILE_BYTES) != line:
+        with replacing(path) as stream:
+            stream.write(line)
+
+
+def _check_part(folder: Path, corpus: Corpus) -> None:
+    """Refuse to continue one part of a corpus as another, since no task would know what the others have done."""
     stored = read_run_file(folder)
-    return None if stored is None else stored.corpus
+    if stored is None or (stored.part, stored.cut) == (corpus.part, corpus.cut) or corpus.part.parts == 1:
+        return
+    what = f"it is {stored.part} of the corpus, this job has {corpus.part}"
+    if stored.part == corpus.part:
+        what = "the files of the corpus, or the sizes of its tables, have changed, so that it is divided differently"
+    raise OutputError(f"cannot resume {folder}: {what}; restore that, or {OTHER_FOLDER}")
 
 
 def is_of_job(folder: Path, job: str) -> bool:
@@ -256,101 +342,13 @@ def _clear(folder: Path) -> None:
             remove(folder / entry.name)
 
 
-def _check_job(
-    folder: Path,
-    header: Header,
-    corpus: Corpus,
-    share: slice,
-    documents: tuple[Mapping[str, Place], set[str]],
-    job: str,
-    say: Say,
-    log: LogWriter,
-    *,
-    extends: bool,
-) -> set[str]:
-    """Refuse a job with other settings or documents than the run's, and write ``run.json``.
-
-    `documents` are those with records, and those that the job has to process. Returns the ids of documents whose
-    records are no longer valid: they could not be read before, or their text has changed, which is allowed if the job
-    `extends` the run.
-    """
-    places, wanted = documents
-    recorded = {*places}
-    if passing := {name for name in recorded - wanted if places[name].is_transient}:  # of tables: now there are rows
-        recorded -= passing
-        _drop(log, passing)
-    stored, stale, gone = read_run_file(folder), set[str](), set[str]()
-    if stored is not None:
-        gone = {*stored.gone}
-    if stored is not None and recorded:
-        check_identity(folder, stored.identity, header.identity)
-        unread = {entry.id for entry in stored.corpus.entries if entry.error is not None}
-        stale = {entry.id for entry in corpus.entries if entry.error is None and entry.id in unread} & recorded
-        if stale:
-            say(f"can be read now, and will be processed: {_describe({'repaired': stale})}")
-        _check_read(stored.corpus, corpus)
-        if not extends:
-            _check_corpus(folder, stored.corpus, corpus)
-        else:
-            changes = changes_of(stored.corpus, corpus)
-            if told := _describe(changes):
-                say(f"{folder} is extended: {told}; results of documents that are gone are kept")
-            stale |= (changes["changed"] | changes["new"]) & recorded  # new: a document that is there again
-            gone = (gone | changes["gone"]) & recorded - wanted
-        if stale:
-            _drop(log, stale)
-    elif recorded and extends:
-        raise OutputError(
-            f"cannot extend {folder}: {RUN_FILE} is missing or damaged, so it is unknown which documents have changed; "
-            f"{OTHER_FOLDER}"
-        )
-    elif recorded:
-        stale = _unproven(places, corpus) & wanted
-        same = f"{counted(len(recorded & wanted - stale), 'document')} are still the same, by their hashes"
-        again = f"; {counted(len(stale), 'document')} ({_some(sorted(stale))}) may have changed: processed again"
-        say(f"warning: {folder / RUN_FILE} is missing or damaged: {same}{again if stale else ''}")
-        if stale:
-            _drop(log, stale)
-    if others := recorded - wanted - gone:
-        first = ALL if stored is None else stored.share
-        raise OutputError(
-            f"cannot resume {folder}: it has {counted(len(others), 'document')} that this job does not process "
-            f"({_some(sorted(others))}); it was started with {_share_text(first)}, this job has "
-            f"{_share_text(share)}: restore that, or {OTHER_FOLDER}"
-        )
-    listed = {"share": [share.start, share.step], "corpus": corpus.to_json(), "gone": sorted(gone)}
-    line = seal({"identity": header.identity, "model": header.model, "job": job, **listed})
-    path = folder / RUN_FILE
-    if stored is None or read_regular(path, RUN_FILE_BYTES) != line:
-        with replacing(path) as stream:
-            stream.write(line)
-    return stale
-
-
-def _unproven(places: Mapping[str, Place], corpus: Corpus) -> set[str]:
-    """Return the ids of answers whose records do not have the hash of the document as it is now."""
-    now = {entry.id: entry.sha256 for entry in corpus.entries}
-    answers = {(place.source, place.at): name for name, place in places.items() if place.is_done and name in now}
-    unproven = {*answers.values()}
-    for source in {source for source, _ in answers}:
-        for at, line in lines_of(source):
-            name = answers.get((source, at))
-            if name is not None and read_record(line, f"{source}: {name!r}").document_sha256 == now[name]:
-                unproven.remove(name)
-    return unproven
-
-
-def _share_text(share: slice) -> str:
-    return "all documents" if share.step == 1 else f"documents.shard = '{share.start}/{share.step}'"
-
-
 def check_identity(file: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Refuse to continue a run with other settings or another model; the `OutputError` says what differs."""
     wanted = json.loads(json.dumps(wanted))  # as it was stored: without tuples
     if changed := [f"{key} was {was}, is {now}" for key, was, now in differing_settings(stored, wanted)]:
         raise OutputError(
-            f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, or "
-            f"{OTHER_FOLDER}"
+            f"cannot resume {file}: it was written with other settings ({'; '.join(changed)}); restore them, delete "
+            f"the results with --overwrite, or {OTHER_FOLDER}"
         )
 
 
@@ -377,53 +375,6 @@ def _around_difference(one: str, other: str) -> tuple[str, str]:
         return "..." * (start > 0) + text[start:end] + "..." * (len(text) > end)
 
     return cut(one), cut(other)
-
-
-def _check_corpus(folder: Path, before: Corpus, now: Corpus) -> None:
-    """Refuse changed, missing or new documents; those that could not be read before may have been repaired."""
-    if told := differing_documents(before, now):
-        raise OutputError(
-            f"cannot resume {folder}: the documents have changed since it began: {told}; restore them, answer new and "
-            f"changed ones with --extend, or {OTHER_FOLDER}"
-        )
-
-
-def _check_read(before: Corpus, now: Corpus) -> None:
-    """Refuse to take documents for changed or gone whose file cannot be read now."""
-    unread = {now.files[entry.file].name: entry.error for entry in now.entries if entry.is_transient}
-    for entry in before.entries if unread else ():
-        if not entry.is_transient and (error := unread.get(before.files[entry.file].name)):
-            raise UnavailableError(
-                f"{error}; the run has its document {entry.id!r}. If it stays so, take the file out of documents.path, "
-                f"and continue with --extend"
-            )
-
-
-def differing_documents(before: Corpus, now: Corpus) -> str:
-    """Describe the `changes_of` a corpus; empty if there are none."""
-    return "" if before.entries == now.entries else _describe(changes_of(before, now))
-
-
-def changes_of(before: Corpus, now: Corpus) -> dict[str, set[str]]:
-    """Return the ids of changed, gone and new documents; unreadable ones that can be read now are not changed.
-
-    A table that could not be read for the moment (`Entry.is_transient`) has one entry; its rows are not new later.
-    """
-    old = {entry.id: entry for entry in before.entries}
-    new = {entry.id: entry for entry in now.entries}
-    both = old.keys() & new.keys()
-    passing = {entry.id for entry in before.entries if entry.is_transient}
-    unread = {before.files[old[name].file].name for name in passing}
-    late = {entry.id for entry in now.entries if unread and now.files[entry.file].name in unread}
-    return {
-        "changed": {name for name in both if old[name].error is None and old[name].sha256 != new[name].sha256},
-        "gone": old.keys() - new.keys() - passing,
-        "new": new.keys() - old.keys() - late,
-    }
-
-
-def _describe(changes: dict[str, set[str]]) -> str:
-    return ", ".join(f"{len(names)} {what} ({_some(sorted(names))})" for what, names in changes.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, RUN_FILE, VOLUME_NAME, is_folder, names_in
-from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.folder import read_run_header
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.run import differing_documents, differing_settings, read_run_file
+from kvr_mpi.store.run import RunFile, differing_settings, read_run_file
 from kvr_mpi.store.volumes import RESULTS
 
 SHARE_NAME = re.compile(r"share-([0-9]+)-of-([0-9]+)", re.ASCII)
@@ -59,15 +58,15 @@ def check_same_job(one: Path, its: Header, other: Path, others: Header) -> None:
         raise DataError(f"{one} and {other} are of different jobs ({told}); expected shares of one job")
 
 
-def check_corpus(path: Path, corpus: Corpus, share: slice, first: dict[int, tuple[Path, Corpus]]) -> None:
-    """Refuse shares that were started with different corpora, since some documents would be in none of them."""
-    if share.step == 1:
+def check_corpus(path: Path, run: RunFile, first: dict[int, tuple[Path, str]]) -> None:
+    """Refuse shares whose corpora were divided differently, since some documents would be in none of them."""
+    if run.part.parts == 1:
         return
-    other, known = first.setdefault(share.step, (path, corpus))
-    if told := differing_documents(known, corpus):
+    other, known = first.setdefault(run.part.parts, (path, run.cut))
+    if run.cut != known:
         raise DataError(
-            f"{other} and {path} are shares of different documents: {told} in the latter, so some documents may be "
-            f"missing. Run the array again without changing the documents meanwhile"
+            f"{other} and {path} are shares of different documents: files or sizes of tables differed when they began, "
+            f"so some documents may be missing. Run the array again without changing the documents meanwhile"
         )
 
 
@@ -117,7 +116,7 @@ def _share(path: Path) -> tuple[int, int] | None:
     if named is not None:
         number, count = int(named[1]), int(named[2])
     elif (run := read_run_file(path)) is not None:
-        number, count = run.share.start, run.share.step
+        number, count = run.part
     else:
         return None
     return (number, count) if number < count <= MAX_SHARES and (named or count > 1) else None

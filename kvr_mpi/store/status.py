@@ -76,17 +76,18 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         raise DataError(f"{folder}: not a run; expected the output folder of a run")
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
-    results, wanted = Results.of(found), None if run is None else run.wanted
+    results, total = Results.of(found), None if run is None else run.documents
     answering_s = results.cost.answering_s
-    if wanted is not None:  # results of documents that are gone are kept (`kvr-run --extend`)
-        results = replace(results, places={name: results.places[name] for name in wanted if name in results})
+    if run is not None and run.gone:  # their results are kept
+        places = {name: place for name, place in results.places.items() if name not in run.gone}
+        results = replace(results, places=places)
     summary, times = results.summary(), [place.finished_s for place in results.places.values() if place.is_done]
     session = lock.number if lock else 0
     ranks = read_states(folder, session) if alive else ()
     since = min((rank.began_s for rank in ranks), default=lock.since_s if lock else 0.0)
     overall = _rate(times, since, now) if alive else 3600 * len(times) / answering_s if answering_s else None
     lately = _rate(times, max(since, now - LATELY_S), now) if alive else None
-    left = None if wanted is None else len(set(wanted) - results.places.keys())
+    left = None if total is None else max(0, total - len(results.places))
     rate = lately or overall
     eta = 3600 * left / rate if alive and left is not None and rate else None
     return Status(
@@ -94,7 +95,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         alive=alive,
         owner=str(lock.owner) if lock and lock.owner else "",
         session=session,
-        total=None if wanted is None else len(wanted),
+        total=total,
         done=summary.done,
         failed=summary.failed,
         left=left,

@@ -87,7 +87,7 @@ def test_a_run_without_records_is_told_from_no_run(tmp_path: Path, run_kvr: Kvr)
     for folder in (empty, other):
         folder.mkdir()
     (other / "notes.txt").touch()
-    take(begun, mode="new").lock.release()
+    take(begun).lock.release()
     for command in ("inspect", "export"):
         for folder, words in (
             (empty, "is empty; a job that has just begun loads its model first"),
@@ -102,7 +102,7 @@ def test_a_run_without_records_is_told_from_no_run(tmp_path: Path, run_kvr: Kvr)
 
 
 def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = take(tmp_path, mode="new")
+    run = take(tmp_path)
     writers = [ResultWriter(tmp_path, rank, HEADER) for rank in (0, 1)]
     writers[0].write(Record("a", "done"))
     writers[0].write(Record("d", "error"))
@@ -140,7 +140,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
 def test_damage_is_seen_and_left(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=str(tmp_path)):
         read_status(tmp_path)
-    take(tmp_path, mode="new").lock.release()
+    take(tmp_path).lock.release()
     for rank, name in enumerate("abc"):
         write(tmp_path, rank, [record(name)], kv=True)
     files = sorted(tmp_path.glob("kv-*.h5"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import random
@@ -10,14 +11,18 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from made_corpora import write_lines
+from made_corpora import write_gzip, write_lines
 
-import kvr_mpi.documents.corpus as corpus_module
-from kvr_mpi.documents import Corpus, RowFormat, read_corpus, scan_corpus
-from kvr_mpi.errors import CorpusError
+import kvr_mpi.documents.files as files_module
+from kvr_mpi.documents import Corpus, Part, RowFormat, formats, read_corpus, scan_corpus
+from kvr_mpi.documents.corpus import make_corpus
+from kvr_mpi.documents.index import cut_spans, hash_id, index_spans, list_files
+from kvr_mpi.documents.rows import DEFAULT_ROWS
+from kvr_mpi.errors import NOT_NOW
 
 ROWS: list[Any] = [
     {"id": "one", "text": "first"},
@@ -52,23 +57,23 @@ def test_any_document_is_what_the_stream_gives(
 ) -> None:
     paths = [str(write_corpus(tmp_path / "c"))]
     corpus, wanted = scan_corpus(paths, limit=limit), list(read_corpus(paths, limit=limit))
-    assert len(corpus) == len(wanted) == len(corpus.entries) and (limit is None or len(wanted) == limit)
+    assert len(corpus) == len(wanted) and (limit is None or len(wanted) == limit)
+    opened: list[str] = []
+    real_open = files_module.open_file
+    monkeypatch.setattr(files_module, "open_file", lambda path, **how: opened.append(path) or real_open(path, **how))  # type: ignore[func-returns-value]
     jumps = [index for index in random.Random(0).choices(range(len(corpus)), k=75) for _ in "ab"]  # each twice
     assert [corpus.read(index) for index in jumps] == [wanted[index] for index in jumps]
-    for entry, document in zip(corpus.entries, wanted, strict=True):
-        assert (entry.id, entry.chars, entry.error) == (document.id, document.chars, document.error)
-    again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
-    assert again == corpus
-    opened: list[Any] = []
-    real_open = gzip.open
-    monkeypatch.setattr(gzip, "open", lambda *given: opened.append(given) or real_open(*given))  # type: ignore[func-returns-value]
-    assert [again.read(index) for index in range(len(again))] == wanted
-    assert len(opened) == (limit is None), "in order, an archive is gone through once"
+    assert [*corpus.ids()] == [document.id for document in wanted]
+    again = Corpus.from_bytes(corpus.to_bytes())
+    assert again.to_bytes() == corpus.to_bytes() and [again.read(n) for n in range(len(again))] == wanted
+    if limit is None:
+        forward = [path for path in opened if path.endswith(("b.jsonl.gz", "c.parquet"))]
+        assert len(forward) <= 4, "whatever the order, a file that can only be read forward is read once by each"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt"])
-@pytest.mark.parametrize("change", ["text", "shorter", "gone", "pipe", "garbage"])
-def test_a_text_that_changes_becomes_an_error(tmp_path: Path, name: str, change: str) -> None:
+@pytest.mark.parametrize("change", ["shorter", "gone", "pipe", "garbage"])
+def test_a_file_that_changes_gives_no_other_document(tmp_path: Path, name: str, change: str) -> None:
     folder = write_corpus(tmp_path / "c")
     corpus, before = scan_corpus([str(folder)]), {doc.id: doc for doc in read_corpus([str(folder)])}
     file = folder / name
@@ -78,56 +83,131 @@ def test_a_text_that_changes_becomes_an_error(tmp_path: Path, name: str, change:
             os.mkfifo(file)  # nobody waits for it
     elif change == "garbage":
         file.write_bytes(random.Random(1).randbytes(file.stat().st_size))
-    elif change == "shorter":
-        file.write_bytes(file.read_bytes()[:3])
     else:
-        other = write_corpus(tmp_path / "other", [{**row, "text": "changed"} for row in ROWS])
-        (other / "d.txt").write_text("changed")
-        file.write_bytes((other / name).read_bytes())
-    for index, entry in enumerate(corpus.entries):
-        document = corpus.read(index)
-        if corpus.files[entry.file].name != name or entry.error is not None:
-            assert document == before[entry.id]
-        else:
-            assert document.id == entry.id and document.text == "" and document.error is not None
-            assert str(file) in document.error and "job began" in document.error
-            assert change != "pipe" or "a named pipe" in document.error
+        file.write_bytes(file.read_bytes()[:3])
+    for number, own in enumerate(corpus.ids()):
+        document = corpus.read(number)
+        assert document.id == own
+        if corpus.files.paths[corpus.index.file[number]] != str(file):
+            assert document == before[own]
+        elif name != "d.txt" or change != "shorter":  # any text is a text
+            assert document.text == "" and document.error is not None
+            assert change != "pipe" or "duplicate" in document.error or "a named pipe" in document.error
 
 
-@pytest.mark.parametrize("field", ["title", "label"])
-def test_a_field_that_changes_becomes_an_error(tmp_path: Path, field: str) -> None:
+def test_rows_that_have_moved_are_left_to_the_next_start(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", *({"id": name, "text": f"text of {name}"} for name in "abc"))
+    corpus = scan_corpus([str(file)])
+    write_lines(file, *({"id": name, "text": f"text of {name}"} for name in "bca"))
+    found = [corpus.read(number) for number in range(3)]
+    assert [document.id for document in found] == [*"abc"]
+    assert all(str(document.error).startswith(NOT_NOW) for document in found)
+
+
+@pytest.mark.parametrize("field", ["text", "title", "label"])
+def test_what_is_used_of_a_row_is_in_its_hash(tmp_path: Path, field: str) -> None:
     row = {"id": "a", "text": "words", "title": "t", "label": "l", "unused": 1}
     file = write_lines(tmp_path / "a.jsonl", row)
-    corpus = scan_corpus([str(file)], rows=RowFormat(columns=("title",), passed=("label",)))
+    recorded = np.array([hash_id("a")], np.uint64)
+
+    def digest() -> str | None:
+        rows = RowFormat(columns=("title",), passed=("label",))
+        found = scan_corpus([str(file)], rows=rows, recorded=recorded)
+        assert found.digest(0) == found.read(0).sha256
+        return found.digest(0)
+
+    first = digest()
     write_lines(file, {**row, "unused": 2})
-    assert corpus.read(0).error is None
+    assert digest() == first
     write_lines(file, {**row, field: "x"})
-    assert "has changed since the job began" in (corpus.read(0).error or "")
+    assert digest() != first
 
 
-def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(write_corpus(tmp_path / "c"))]
-    known = scan_corpus(paths)
+# Divided between ranks and the tasks of an array
 
-    def refuse(*arguments: Any) -> Any:
-        raise AssertionError("read again")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus_module, "stream_rows", refuse)
-        patch.chdir(tmp_path)
-        again = scan_corpus(["c"], known=known)  # by another path
-        assert again.entries is known.entries and again.files[0].path == "c/a.jsonl"
-        assert [again.read(index) for index in range(5)] == [known.read(index) for index in range(5)]
-        for options in ({"rows": RowFormat("name")}, {"limit": 3}, {"prompts": ("one", "two")}):
-            with pytest.raises(AssertionError):
-                scan_corpus(paths, known=known, **options)  # type: ignore[arg-type]
-    os.utime(tmp_path / "c" / "d.txt", (1, 1))
-    assert scan_corpus(paths, known=known) == Corpus(scan_corpus(paths).files, known.entries)
-    (tmp_path / "c" / "d.txt").write_text("changed")
-    assert scan_corpus(paths, known=known).entries != known.entries
-    (tmp_path / "void.jsonl").write_text("\n")
-    with pytest.raises(CorpusError, match="contain no documents"):
-        scan_corpus([str(tmp_path / "void.jsonl")], known=known)
+def write_tables(folder: Path) -> list[str]:
+    """Tables of all kinds, whose rows differ in length."""
+    rows = [{"id": f"{n}", "text": f"text {n} " * (1 + n * n % 37)} for n in range(230)]
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", *rows[:70])
+    write_lines(folder / "b.jsonl", *rows[70:75])
+    write_gzip(folder / "c.jsonl.gz", *rows[75:120])
+    pq.write_table(pa.Table.from_pylist(rows[120:180]), folder / "d.parquet", row_group_size=7)
+    write_lines(folder / "e.jsonl", *rows[180:])
+    for n in range(11):
+        (folder / f"{n}.txt").write_text(f"text file {n}")
+    return [row["id"] for row in rows] + [f"{n}.txt" for n in range(11)]
+
+
+@pytest.mark.parametrize(("parts", "ranks"), [(1, 1), (1, 3), (4, 1), (3, 2), (50, 1), (7, 5)])
+def test_every_document_is_in_one_part_and_indexed_by_one_rank(tmp_path: Path, parts: int, ranks: int) -> None:
+    wanted = write_tables(tmp_path / "c")
+    files, found = list_files([str(tmp_path / "c")]), list[str]()
+    for number in range(parts):
+        part = Part(number, parts)
+        pieces = [index_spans(files, cut_spans(files, part, rank, ranks), DEFAULT_ROWS) for rank in range(ranks)]
+        corpus = make_corpus(files, pieces, DEFAULT_ROWS, part=part)
+        assert [corpus.read(n).id for n in range(len(corpus))] == [*corpus.ids()]
+        assert not any(corpus.read(n).error for n in range(len(corpus)))
+        found += corpus.ids()
+    assert sorted(found) == sorted(wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_rows_without_ids_have_the_same_ones_whoever_indexed_them(tmp_path: Path, ranks: int) -> None:
+    rows = [b"{broken", b"", *(json.dumps({"text": f"text {n}" * n}).encode() for n in range(1, 40)), b"[1]"]
+    file = write_lines(tmp_path / "a.jsonl", *rows)
+    files = list_files([str(file)])
+    pieces = [index_spans(files, cut_spans(files, Part(), rank, ranks), DEFAULT_ROWS) for rank in range(ranks)]
+    corpus = make_corpus(files, pieces, DEFAULT_ROWS)
+    assert [*corpus.ids()] == [f"a.jsonl:{n}" for n, row in enumerate(rows, 1) if row]
+    assert "line 1 of" in str(corpus.read(0).error) and "line 42 of" in str(corpus.read(40).error)
+    # The tasks of an array do not know how many rows come before theirs.
+    ids = [name for n in range(3) for name in scan_corpus([str(file)], part=Part(n, 3)).ids()]
+    assert len(set(ids)) == 41 and all("@" in name for name in ids)
+
+
+def test_a_hundred_tasks_read_the_corpus_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"id": f"{n}", "text": "words " * 200} for n in range(4000)]
+    size = write_lines(tmp_path / "a.jsonl", *rows).stat().st_size
+    for n in range(300):
+        (tmp_path / f"{n}.txt").write_text("words " * 5000)
+    read = [0]
+
+    class Counts(io.BufferedReader):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            line = super().readline(size)
+            read[0] += len(line)
+            return line
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            read[0] += len(data)
+            return data
+
+    real = formats.open_regular
+    monkeypatch.setattr(formats, "open_regular", lambda path, **how: Counts(real(path, **how).detach()))
+    count = sum(len(scan_corpus([str(tmp_path)], part=Part(n, 100))) for n in range(100))
+    assert count == 4300
+    assert size <= read[0] < 1.1 * size, "texts are read by those who answer them"
+
+
+def test_a_million_rows_need_little_memory(tmp_path: Path) -> None:
+    """A row is a few numbers and its id; here of 100,000."""
+    count = 100_000
+    with (tmp_path / "a.jsonl").open("w") as stream:
+        stream.writelines(f'{{"id": "document-{n:07d}", "text": "words"}}\n' for n in range(count))
+    files = list_files([str(tmp_path)])
+    pieces = [index_spans(files, cut_spans(files, Part(), rank, 4), DEFAULT_ROWS) for rank in range(4)]
+    tracemalloc.start()
+    try:
+        corpus = Corpus.from_bytes(make_corpus(files, pieces, DEFAULT_ROWS).to_bytes())
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(corpus) == count and corpus.id(77_777) == "document-0077777"
+    assert now < 60 * count and peak < 150 * count
 
 
 def test_what_no_model_could_read_is_an_error_and_never_in_memory(tmp_path: Path) -> None:
@@ -143,7 +223,7 @@ def test_what_no_model_could_read_is_an_error_and_never_in_memory(tmp_path: Path
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert [(one.id, one.text) for one in found] == [("large.txt", ""), ("rows.jsonl.gz:1", ""), ("b", "short")]
+    assert [(one.id, one.text) for one in found] == [("large.txt", ""), ("rows.jsonl:1", ""), ("b", "short")]
     assert "larger than 64 MiB" in str(found[0].error)
     assert f"line 1 of {tmp_path}/rows.jsonl.gz has {8 * (48 << 20) + 24} bytes" in str(found[1].error)
     assert peak_bytes < 300 << 20

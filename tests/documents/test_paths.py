@@ -48,7 +48,7 @@ def test_output_folders_hold_no_documents(tmp_path: Path, monkeypatch: pytest.Mo
     wanted = ["a.txt", "accounts/log-0001.jsonl", "log-2023.jsonl", "project/notes.md"]
     write_files(tmp_path, *wanted, "project/run.json")
     for name in ("out", "deep/out", "deep/locked"):
-        take(tmp_path / name, mode="new").lock.release()
+        take(tmp_path / name).lock.release()
         write_results(tmp_path / name, 0, [record("a")])
         write_files(tmp_path / name, "answers.jsonl")
     for file in (*(tmp_path / "deep" / "out").glob(".lock-*"), tmp_path / "deep" / "locked" / "run.json"):
@@ -101,14 +101,14 @@ def test_a_path_without_documents_says_what_was_looked_for_and_where(
 
 @pytest.mark.parametrize("pattern", ["", "**/*"])
 def test_what_is_no_regular_file_is_an_error_and_never_opened(tmp_path: Path, pattern: str) -> None:
-    for name in ("pipe.txt", "pipe.jsonl", "pipe.jsonl.gz", "pipe.parquet"):
+    for name in ("pipe.txt", "pipe.jsonl", "other.jsonl.gz", "pipe.parquet"):
         os.mkfifo(tmp_path / name)
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     (tmp_path / "to-pipe.md").symlink_to(tmp_path / "pipe.txt")
     with socket.socket(socket.AF_UNIX) as door, contextlib.chdir(tmp_path):
         door.bind("door.txt")
-    names = {file.name for file in tmp_path.iterdir()}
+    names = {file.name.removesuffix(".gz") for file in tmp_path.iterdir()}
     write_files(tmp_path, "sound.txt")
     documents = read(tmp_path / pattern)
     assert [document.text for document in documents if document.error is None] == ["sound.txt"]
@@ -161,7 +161,6 @@ OTHER = (
         ("\u2003\u00a0\n".encode(), "is empty: it contains no text"),
         (b"\xef\xbb\xbf", "is empty: it contains no text"),
         (b"caf\xe9", f"is not UTF-8: byte 0xe9 at position 3{OTHER}"),
-        ("text".encode("utf-16"), f"is not UTF-8: byte 0xff at position 0{OTHER}"),
         (("Der Kapit\xe4n sah das \tzweite Boot nicht.\r\n" * 20).encode("cp437"), OTHER),
         (("\u8239\u9577\u306f\u4e8c\u96bb\n" * 20).encode("shift_jis"), OTHER),
         (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "is a binary file"),
@@ -188,7 +187,7 @@ def test_text_in_another_encoding_is_read_and_binary_files_are_still_refused(tmp
 
 
 def test_a_file_that_cannot_be_read_is_an_error_and_the_others_go_on(tmp_path: Path) -> None:
-    gone = ["gone.jsonl", "gone.jsonl.gz", "gone.parquet", "gone.txt"]
+    gone = ["gone.jsonl", "other.jsonl.gz", "gone.parquet", "gone.txt"]
     for name in gone:
         (tmp_path / name).symlink_to(tmp_path / "nowhere")
     (tmp_path / "x.txt").mkdir()
@@ -197,7 +196,7 @@ def test_a_file_that_cannot_be_read_is_an_error_and_the_others_go_on(tmp_path: P
     documents = read(tmp_path)
     assert {document.id for document in documents if document.error is None} == {"z.txt"} and len(documents) == 7
     errors = errors_of(documents)
-    assert all(f"{tmp_path / name} cannot be read" in errors[name] for name in (*gone, "x.txt"))
+    assert all(f"{tmp_path / name} cannot be read" in errors[name.removesuffix(".gz")] for name in (*gone, "x.txt"))
     assert "No such file" in errors["gone.txt"] and "directory" in errors["x.txt"]
     assert "cannot be read" in errors_of(read(tmp_path / "gone.txt"))["gone.txt"], "named by itself, too"
     assert "a text file has no fields" in errors_of(read(tmp_path, columns=("title",)))["z.txt"]

@@ -41,16 +41,17 @@ def test_rows_are_documents_in_their_order(tmp_path: Path, suffix: str) -> None:
     columns, passed = {"title": "Rain", "year": "1931"}, {"more": [1, None], "year": 1931}
     assert documents == [Document(row["key"], row["body"], columns=columns, passed=passed) for row in rows]
     corpus = scan_corpus([str(file)], rows=RowFormat(**read_as, passed=("more", "year")))
-    again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
+    again = Corpus.from_bytes(corpus.to_bytes())
     assert corpus.read(599) == again.read(599) == documents[599]
 
 
 @tables
 def test_a_row_without_an_id_is_named_by_its_place(tmp_path: Path, suffix: str) -> None:
     WRITERS[suffix](tmp_path / f"a{suffix}", [{"text": "one"}, {"text": "two"}])
-    assert [document.id for document in read(tmp_path)] == [f"a{suffix}:1", f"a{suffix}:2"]
+    name = f"a{suffix.removesuffix('.gz')}"
+    assert [document.id for document in read(tmp_path)] == [f"{name}:1", f"{name}:2"]
     WRITERS[suffix](tmp_path / f"a{suffix}", [{"id": None, "text": "one"}, {"id": "b", "text": "two"}])
-    assert [document.id for document in read(tmp_path)] == [f"a{suffix}:1", "b"]
+    assert [document.id for document in read(tmp_path)] == [f"{name}:1", "b"]
 
 
 @tables
@@ -196,7 +197,7 @@ def test_a_damaged_file_is_an_error_and_the_others_go_on(tmp_path: Path, suffix:
     assert last == Document("z.txt", "sound")
     if place != "empty" or suffix == ".parquet":
         bad = good.pop()
-        assert bad.id == file.name and "cannot be read" in (bad.error or "")
+        assert bad.id == file.name.removesuffix(".gz") and "cannot be read" in (bad.error or "")
     if suffix == ".jsonl.gz" and place == "truncated":
         assert re.search(r"a\.jsonl\.gz cannot be read: .*ended before", bad.error or "") and len(good) > 100
         assert good == [Document(row["id"], row["text"]) for row in rows[: len(good)]], "what came before is kept"

@@ -160,7 +160,7 @@ def test_a_page_asks_for_nothing_and_forbids_it() -> None:
 
 
 def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
-    take(tmp_path, mode="new").lock.release()
+    take(tmp_path).lock.release()
     write(tmp_path, 0, [done("a"), done("b", prompt_tokens=901), done("c", slices=(0, 100), prompt_tokens=800)])
     page = page_of(tmp_path)[0].decode()
     assert (
@@ -209,7 +209,7 @@ def test_prompts_that_reused_most_of_their_tokens_are_compared_with_none() -> No
     "damage", ["no trace\n", "{}\n", "[1]\n", "[\n{},\n", "[\n1,\n", '[\n{"ph": "X", "ts": 1, "dur": 1},\n', "a link"]
 )
 def test_a_damaged_trace_is_named_and_the_others_are_drawn(damage: str, tmp_path: Path) -> None:
-    take(tmp_path, mode="new").lock.release()
+    take(tmp_path).lock.release()
     write(tmp_path, 0, [done("a")])
     record_run(tmp_path, ["a"])
     bad = tmp_path / "trace" / "0002-0000.json"

@@ -17,7 +17,7 @@ from made_runs import HEADER, NAMES, corpus_of, new_writer, record, result_files
 
 from kvr_mpi import disk
 from kvr_mpi.disk import RUN_FILE
-from kvr_mpi.errors import EXIT_CONFIG, ConfigError, DataError, OutputError, UnavailableError, WriteError
+from kvr_mpi.errors import EXIT_CONFIG, ConfigError, DataError, UnavailableError, WriteError
 from kvr_mpi.store import folder as folders
 from kvr_mpi.store import results as readers
 from kvr_mpi.store.log import LogWriter, seal
@@ -38,7 +38,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begin(folder: Path, *, merged: bool = False) -> None:
     """Make a run with keys and values of all documents, in a log and a volume or in ``results.h5``."""
-    run = take(folder, mode="new")
+    run = take(folder)
     write(folder, 0, map(record, NAMES), kv=True)
     if merged:
         assert finish_run(folder).is_file()
@@ -109,21 +109,26 @@ def test_results_without_permission_are_called_that(tmp_path: Path, monkeypatch:
         assert caught.value.exit_code == EXIT_CONFIG
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_no_answer_stands_for_a_changed_text(tmp_path: Path, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither if ``run.json`` cannot be read for a moment, nor if it never can, nor if it is damaged or gone."""
+@pytest.mark.parametrize("state", ["whole", "damaged", "gone", "passing"])
+def test_no_answer_stands_for_a_changed_text(tmp_path: Path, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens to ``run.json``."""
     begin(tmp_path)
     run_file, changed = tmp_path / RUN_FILE, corpus_of(NAMES, a="another text")
     before = run_file.read_bytes()
-    for times, kind in ((1, OutputError), (99, UnavailableError)):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "open", failing(os.open, system_error(errno.EIO), RUN_FILE, times=times))
-            with pytest.raises(kind):
-                take(tmp_path, corpus=changed)
-        assert run_file.read_bytes() == before
-    run_file.write_bytes(before.replace(b"rows", b"lows")) if is_there else run_file.unlink()
-    done, failed, said = resume(tmp_path, corpus=changed)
-    assert (done, failed) == ({*NAMES} - {"a"}, set()) and any("(a) may have changed" in line for line in said)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing(os.open, system_error(errno.EIO), RUN_FILE, times=99))
+        with pytest.raises(UnavailableError):
+            take(tmp_path, corpus=changed)
+    assert run_file.read_bytes() == before
+    if state == "damaged":
+        run_file.write_bytes(before.replace(b"identity", b"identify"))
+    elif state == "gone":
+        run_file.unlink()
+    with monkeypatch.context() as patch:
+        if state == "passing":
+            patch.setattr(os, "open", failing(os.open, system_error(errno.EIO), RUN_FILE, times=1))
+        done, failed, said = resume(tmp_path, corpus=changed)
+    assert (done, failed) == ({*NAMES} - {"a"}, set()) and any("(a)" in line for line in said)
     assert resume(tmp_path, corpus=changed)[0] == {*NAMES} - {"a"}
 
 
@@ -169,7 +174,7 @@ def test_a_failed_write_leaves_logs_and_volumes(
 def test_a_volume_counts_only_if_it_was_written(
     tmp_path: Path, kind: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = take(tmp_path, mode="new").lock
+    lock = take(tmp_path).lock
     with monkeypatch.context() as patch:
         patch.setattr("kvr_mpi.store.lock.os.pwrite", next(disturbed(kind, at)))
         try:

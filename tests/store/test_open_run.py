@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from made_runs import HEADER, IDENTITY, NAMES, corpus_of, record, result_files, resume, take, write
+from faulty_calls import Faults, faults
+from made_runs import HEADER, IDENTITY, NAMES, corpus_of, part_of, record, result_files, resume, take, write
 
 from kvr_mpi.disk import RUN_FILE
-from kvr_mpi.documents import scan_corpus
+from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import NOT_NOW, DataError, OutputError
-from kvr_mpi.store.log import Header
-from kvr_mpi.store.record import Record
+from kvr_mpi.store.log import Header, seal, unseal
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.run import differing_settings, known_corpus
+from kvr_mpi.store.run import differing_settings, read_run_file
+from kvr_mpi.store.status import read_status
 from kvr_mpi.store.volumes import RESULTS, SCHEMA_VERSION
+
+
+def documents_of(folder: Path) -> int:
+    run = read_run_file(folder)
+    assert run is not None
+    return run.documents
 
 
 def begin(folder: Path, *records: Any, **options: Any) -> None:
     """Begin a run, and write some documents."""
-    run = take(folder, mode="new", **options)
+    run = take(folder, **options)
     assert not run.done and not run.failed
     write(folder, 0, records, header=options.get("header", HEADER))
     run.lock.release()
@@ -33,20 +42,20 @@ def begin(folder: Path, *records: Any, **options: Any) -> None:
 
 def test_a_folder_is_begun_once_and_may_be_begun_again_before_its_first_document(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
-    assert known_corpus(tmp_path) is None
-    run = take(folder, mode="new")
-    assert (run.done, run.failed, run.lock.number) == (set(), set(), 1) and known_corpus(folder) == corpus_of(NAMES)
+    assert read_run_file(tmp_path) is None
+    run = take(folder)
+    assert (run.done, run.failed, run.lock.number) == (set(), set(), 1) and documents_of(folder) == len(NAMES)
     run.lock.release()
     for unfinished in (f"{RESULTS}.part", f"{RESULTS}.part-{'0f' * 8}", f"{RUN_FILE}.part-{'1e' * 8}"):
         (folder / unfinished).write_bytes(b"half")
-    other = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, {})
+    other = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, HEADER.model)
     begin(folder, record("x"), corpus=corpus_of("xyz"), header=other)
-    assert result_files(folder) == ["log-0002-0000.jsonl"] and known_corpus(folder) == corpus_of("xyz")
+    assert result_files(folder) == ["log-0002-0000.jsonl"] and documents_of(folder) == 3
     # What JSON changes (order of keys, tuples) does not look like another run.
-    for same in (other, Header({"a": {"z": 1e-17, "ü": "\n"}, "b": [1, 2.5, None, True]}, {})):
+    for same in (other, Header({"a": {"z": 1e-17, "ü": "\n"}, "b": [1, 2.5, None, True]}, HEADER.model)):
         assert resume(folder, corpus=corpus_of("xyz"), header=same)[0] == {"x"}
-    with pytest.raises(OutputError, match=r"--resume.*--overwrite") as caught:
-        take(folder, mode="new")
+    with pytest.raises(OutputError, match=r"--overwrite") as caught:
+        take(folder)
     assert str(folder) in str(caught.value)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="cannot be written"):
@@ -82,7 +91,7 @@ def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:
         other.write_text("mine")
     done, _, said = resume(tmp_path)
     assert not done and any("measurements.h5" in line and "left alone" in line for line in said)
-    run = take(tmp_path, mode="overwrite")
+    run = take(tmp_path, overwrite=True)
     assert run.done == set() and list(tmp_path.glob("*.jsonl")) == [] and list(tmp_path.glob("*damaged*")) == []
     assert result_files(tmp_path) == ["measurements.h5", RESULTS]
     assert all(other.read_text() == "mine" for other in others)
@@ -96,7 +105,7 @@ def test_a_foreign_file_with_our_name_stops_a_job_and_is_not_touched(tmp_path: P
         file["measurements"] = np.arange(10.0)
     content = (tmp_path / name).read_bytes()
     with pytest.raises(DataError, match=f"{name}.*not written by kvr-mpi"):
-        take(tmp_path, mode=mode)
+        take(tmp_path, overwrite=mode == "overwrite")
     assert (tmp_path / name).read_bytes() == content
 
 
@@ -105,7 +114,7 @@ def test_a_file_that_a_rank_did_not_get_to_write_into_is_removed(tmp_path: Path,
     """A process that ends in an orderly way closes its HDF5 files, also one that it has just created."""
     begin(tmp_path, record("a"))
     h5py.File(tmp_path / "kv-0001-0000-00000.h5", "w").close()
-    run = take(tmp_path, mode=mode)
+    run = take(tmp_path, overwrite=mode == "overwrite")
     assert run.done == ({"a"} if mode == "resume" else set()) and not list(tmp_path.glob("kv-*"))
     run.lock.release()
 
@@ -121,28 +130,63 @@ def test_a_file_that_a_rank_did_not_get_to_write_into_is_removed(tmp_path: Path,
             {"header": Header({**IDENTITY, "kv": True, "generation": {"max_new_tokens": 60, "n": None}}, HEADER.model)},
             r"with other settings \(generation.max_new_tokens was 96, is 60; output.kv was false, is true\)",
         ),
-        ({"corpus": corpus_of([*NAMES, "new1", "new2"])}, r"2 new \(new1, new2\)"),
-        ({"corpus": corpus_of(NAMES[1:])}, r"1 gone \(a\)"),
-        ({"corpus": corpus_of(NAMES, b="another text", d="too")}, r"2 changed \(b, d\)"),
-        (
-            {"corpus": corpus_of([f"n{number}" for number in range(9)])},
-            r"10 gone .* \.\.\.\), 9 new \(n0, n1, .* \.\.\.\)",
-        ),
     ],
 )
 def test_another_job_is_refused_by_name(tmp_path: Path, options: dict[str, Any], shown: str) -> None:
     begin(tmp_path, record("a"))
-    for _ in range(2):
-        with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
-            take(tmp_path, **options)
-        assert known_corpus(tmp_path) == corpus_of(NAMES) and list(open_results(tmp_path)) == [record("a")]
-        assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
-        take(tmp_path).lock.release()
+    for is_there in (True, False):
+        for _ in range(2):
+            with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
+                take(tmp_path, **options)
+            assert list(open_results(tmp_path)) == [record("a")]
+            assert resume(tmp_path, corpus=corpus_of(reversed(NAMES)))[0] == {"a"}  # their order does not matter
+            merge_run(tmp_path)
+        if is_there:
+            (tmp_path / RUN_FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("corpus", "done", "words"),
+    [
+        (corpus_of([*NAMES, "new1", "new2"]), {"a", "b", "d"}, ""),
+        (corpus_of(NAMES[1:]), {"b", "d"}, r"1 document no longer in the corpus.*\(a\)"),
+        (corpus_of(NAMES, b="another text", d="too"), {"a"}, r"2 documents changed.*\(b, d\)"),
+        (corpus_of([f"n{number}" for number in range(9)]), set(), "3 documents no longer"),
+    ],
+)
+def test_a_document_is_done_if_its_contents_have_an_answer(
+    tmp_path: Path, corpus: Corpus, done: set[str], words: str
+) -> None:
+    begin(tmp_path, *map(record, "abd"))
+    for number in range(3):
+        found, failed, said = resume(tmp_path, corpus=corpus)
+        assert (found, failed) == (done, set())
+        assert any(re.search(words, line) for line in said) or not words or ("changed" in words and number)
+        status = read_status(tmp_path)
+        assert (status.total, status.done, status.left) == (len(corpus), len(done), len(corpus) - len(done))
+        if number == 1:
+            (tmp_path / RUN_FILE).unlink()
         merge_run(tmp_path)
-    (tmp_path / RUN_FILE).unlink()
-    if "header" in options:
-        with pytest.raises(OutputError, match=f"cannot resume.*{shown}"):
-            take(tmp_path, **options)
+    write(tmp_path, 1, [record(name) for name in corpus.ids() if name not in done])
+
+
+def test_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Its run.json lists all documents, and its lines have their hashes further on."""
+    begin(tmp_path, record("a"), record("b"))
+    (log,) = tmp_path.glob("log-*-*.jsonl")
+    lines = [unseal(line) or {} for line in log.read_bytes().splitlines()]
+    for line in lines:
+        if "document_sha256" in line:
+            line["document_sha256"] = line.pop("document_sha256")
+    log.write_bytes(b"".join(map(seal, lines)))
+    columns = {"ids": [*"abcd"], "chars": [1] * 4, "prompts": [], "files": [], "sha256": ""}
+    old = {"identity": IDENTITY, "model": {}, "job": "7", "share": [0, 1], "corpus": columns, "gone": []}
+    (tmp_path / RUN_FILE).write_bytes(seal(old))
+    assert read_status(tmp_path).left == 2
+    assert resume(tmp_path, corpus=corpus_of("abcd", b="another text"))[0] == {"a"}
+    (tmp_path / RUN_FILE).write_bytes(seal({**old, "share": [0, 2]}))
+    with pytest.raises(OutputError, match="cannot resume"):
+        take(tmp_path, corpus=part_of("abcd", 0, 2))
 
 
 def test_long_settings_are_shown_where_they_differ() -> None:
@@ -165,29 +209,42 @@ def test_another_schema_is_refused_and_not_touched(tmp_path: Path, version: int,
     assert result.read_bytes() == content
 
 
-@pytest.mark.parametrize("share", [slice(1, None, 2), slice(1, None, 3)])
-def test_another_share_is_no_resume(tmp_path: Path, share: slice) -> None:
-    first = slice(0, None, 2)
-    begin(tmp_path, *map(record, NAMES[first][:2]), share=first)
-    with pytest.raises(OutputError, match=r"2 document.*documents\.shard = '0/2', this job has documents\.shard = '1/"):
-        take(tmp_path, share=share)
-    assert resume(tmp_path, share=first)[0] == set(NAMES[first][:2])
-    assert resume(tmp_path)[0] == set(NAMES[first][:2])  # of all documents
+@pytest.mark.parametrize("other", [part_of(NAMES, 1, 2), part_of(NAMES, 0, 3), part_of([*NAMES, "new"], 0, 2)])
+def test_another_share_is_no_resume(tmp_path: Path, other: Corpus) -> None:
+    first = part_of(NAMES, 0, 2)
+    begin(tmp_path, *map(record, NAMES[0::2][:2]), corpus=first)
+    with pytest.raises(OutputError, match=f"cannot resume {tmp_path}"):
+        take(tmp_path, corpus=other)
+    assert resume(tmp_path, corpus=first)[0] == set(NAMES[0::2][:2])
+    assert resume(tmp_path)[0] == set(NAMES[0::2][:2])  # of all documents
 
 
 def test_a_document_that_can_be_read_by_now_is_no_other_corpus(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
-    (texts / "a.txt").write_text("text")
-    (texts / "b.txt").write_bytes(b"\xff\xfe not UTF-8")
-    begin(tmp_path / "run", record("a.txt"), record("b.txt", "error"), corpus=scan_corpus([str(texts)]))
+    (texts / "a.txt").write_text("text of a.txt")
+    (texts / "b.txt").write_bytes(b"\xff is no text")
+
+    def look() -> tuple[set[str], set[str]]:
+        return resume(tmp_path / "run", corpus=scan_corpus([str(texts)]))[:2]
+
+    bad = replace(record("b.txt", "error"), document_sha256="")
+    begin(tmp_path / "run", record("a.txt"), bad, corpus=scan_corpus([str(texts)]))
+    assert look() == ({"a.txt"}, {"b.txt"})
     (texts / "b.txt").write_text("mended")
-    mended = scan_corpus([str(texts)], known=known_corpus(tmp_path / "run"))
-    assert mended.entries[1].error is None
-    assert resume(tmp_path / "run", corpus=mended, retry_failed=True)[:2] == ({"a.txt"}, set())
+    assert look() == ({"a.txt"}, set())
     (texts / "a.txt").write_bytes(b"\xff now it is not")
-    with pytest.raises(OutputError, match=r"1 changed \(a.txt\)"):
-        resume(tmp_path / "run", corpus=scan_corpus([str(texts)]))
+    assert look() == (set(), set())
+    (texts / "a.txt").write_text("text of a.txt")
+    assert look() == (set(), set()), "its answer was dropped"
+
+
+def test_a_document_that_cannot_be_read_now_keeps_its_answer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text of a.txt")
+    begin(tmp_path / "run", record("a.txt"), corpus=scan_corpus([str(tmp_path / "a.txt")]))
+    with faults(Faults("open", "a.txt")):
+        done, _, said = resume(tmp_path / "run", corpus=scan_corpus([str(tmp_path / "a.txt")]))
+    assert done == {"a.txt"} and any("cannot be compared" in line for line in said)
 
 
 def test_a_job_writes_beside_earlier_ones_even_if_their_locks_were_deleted(tmp_path: Path) -> None:
@@ -202,7 +259,7 @@ def test_a_job_writes_beside_earlier_ones_even_if_their_locks_were_deleted(tmp_p
 
 
 def test_documents_that_could_not_be_read_for_the_moment_are_tried_again_unasked(tmp_path: Path) -> None:
-    late = Record("b", "error", error=f"{NOT_NOW}b.txt: {os.strerror(errno.ESTALE)}")
+    late = replace(record("b", "error"), error=f"{NOT_NOW}b.txt: {os.strerror(errno.ESTALE)}")
     begin(tmp_path, record("a"), late, record("c", "error"))
     assert resume(tmp_path)[:2] == ({"a"}, {"c"})
     write(tmp_path, 1, [record("b")])

@@ -56,7 +56,7 @@ def test_a_job_writes_through_no_link_or_pipe(
 
 @pytest.mark.slow
 def test_a_pipe_in_the_folder_holds_nobody_up(tmp_path: Path, kvr: Path) -> None:
-    take(tmp_path, mode="new").lock.release()
+    take(tmp_path).lock.release()
     write(tmp_path, 9, [record("a")])
     for name in ("run.json", ".lock-000007", "log-0001-0000.jsonl", "kv-0001-0000-00009.h5"):
         (tmp_path / name).unlink(missing_ok=True)

@@ -28,7 +28,7 @@ def kept(folder: Path) -> set[str]:
 def run(tmp_path: Path) -> Path:
     """Five documents, a day between each; one of them failed."""
     folder = tmp_path / "run"
-    take(folder, mode="new").lock.release()
+    take(folder).lock.release()
     for rank, names in enumerate(("cde", "ab")):
         writer = new_writer(folder, rank)
         for name in names:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from constants import Kvr
-from made_runs import HEADER, corpus_of, record, take, write, write_share
+from made_runs import HEADER, corpus_of, part_of, record, take, write, write_share
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE, DataError
 from kvr_mpi.store.lock import Lock, this_process
@@ -110,19 +110,16 @@ def test_a_gathered_file_does_not_hide_the_shares(array: Path, run_kvr: Kvr) -> 
         code, _, err = run_kvr(*command)
         assert code == EXIT_BAD_DATA and "share 3 of 12" in err
     assert {each.id for each in open_results(gathered)} == {name for n, name in enumerate(NAMES) if n % COUNT != 3}
-    take(share, mode="new", corpus=corpus_of(NAMES), share=slice(3, None, COUNT)).lock.release()
+    take(share, corpus=part_of(NAMES, 3, COUNT)).lock.release()
     write(share, 0, [record(name, answer="anew") for name in NAMES[3::COUNT]])
     found = rows(run_kvr("export", array)[1])
     assert sorted(found) == NAMES and found["doc-03"]["answer"] == "anew"
 
 
 def test_shares_of_several_prompts_about_each_document_are_complete(tmp_path: Path) -> None:
-    corpus = replace(
-        corpus_of([f"{name}#{prompt}" for name in "abc" for prompt in ("who", "why")]), prompts=("who", "why")
-    )
     for number, names in enumerate(("ac", "b")):
-        folder, share = tmp_path / f"share-{number}-of-2", slice(number, None, 2)
-        take(folder, mode="new", corpus=corpus, share=share).lock.release()
+        folder, corpus = tmp_path / f"share-{number}-of-2", replace(part_of("abc", number, 2), prompts=("who", "why"))
+        take(folder, corpus=corpus).lock.release()
         write(folder, 0, [record(f"{name}#{prompt}") for name in names for prompt in corpus.prompts])
     assert open_results(tmp_path).missing == ()
 
@@ -131,7 +128,7 @@ def test_runs_that_are_no_shares_of_one_job_are_refused(array: Path, tmp_path: P
     target = ["-o", tmp_path / "all.h5"]
     other = Header({**HEADER.identity, "model": "another"}, HEADER.model)
     for folder, name, header in (("other", "x", other), ("again", "doc-03", HEADER)):
-        take(tmp_path / folder, mode="new", header=header, corpus=corpus_of([name])).lock.release()
+        take(tmp_path / folder, header=header, corpus=corpus_of([name])).lock.release()
         write(tmp_path / folder, 0, [record(name)], header=header)
     for command, wanted, words in (
         (

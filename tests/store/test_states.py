@@ -35,7 +35,7 @@ def writers(folder: Path, count: int, **more: Any) -> Iterator[list[StateWriter]
 
 def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvr_mpi.store.states.EVERY_S", 0.05)
-    run = take(tmp_path, mode="new")
+    run = take(tmp_path)
     with writers(tmp_path, 2, deadline_s=time.time() + 3600) as (first, second):
         first.tell("prefilling", "a\x1b[2J.txt")
         second.follow(lambda: (1000, 20, 3))
@@ -58,7 +58,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rank_that_has_gone_silent_is_named_first(tmp_path: Path) -> None:
-    run = take(tmp_path, mode="new")
+    run = take(tmp_path)
     with writers(tmp_path, 4, tensor_parallel=2) as found:
         found[2].follow(lambda: (1000, 10, 2))
         states = read_states(tmp_path, 1)

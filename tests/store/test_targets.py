@@ -18,7 +18,7 @@ from kvr_mpi.store.targets import answers_folders, check_file, check_output_fold
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    take(tmp_path / "run", mode="new", corpus=corpus_of("abcd")).lock.release()
+    take(tmp_path / "run", corpus=corpus_of("abcd")).lock.release()
     write(tmp_path / "run", 0, map(record, "abcd"))
     return tmp_path / "run"
 
@@ -82,7 +82,7 @@ def test_other_questions_go_to_a_new_folder_and_the_last_one_is_continued(
     names = [f"{run}-answers", f"{run}-answers-2", f"{run}-answers-3"]
     assert _answers_folder(run, True) == names[0], "there is nothing to continue"
     for folder, job in zip(map(Path, names[:2]), ("6", "7"), strict=True):
-        take(folder, mode="new", owner=this_process(job)).lock.release()
+        take(folder, owner=this_process(job)).lock.release()
     assert answers_folders(run) == names
     assert (_answers_folder(run, False), _answers_folder(run, True)) == (names[2], names[1])
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

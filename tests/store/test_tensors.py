@@ -24,7 +24,7 @@ from kvr_mpi.store.volumes import key_of
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     names = ("a", "dir/b c", "é" * 200)
-    take(folder, mode="new", corpus=corpus_of((*names, "none", "e"))).lock.release()
+    take(folder, corpus=corpus_of((*names, "none", "e"))).lock.release()
     write(folder, 0, map(record, names), kv=True)
     write(folder, 1, [record("none"), record("e", "error")])
     return folder

@@ -1,0 +1,487 @@
+"""The index of a corpus: where its documents are, in numpy columns, made by all ranks together.
+
+Rank 0 lists the files (`list_files`); each rank indexes its spans of them (`cut_spans`, `index_spans`); rank 0 joins
+the parts (`join`). A task of an array indexes only its own part of the corpus. A row takes about 40 bytes. Text files
+are read here only if there are results to compare them with.
+
+Uncompressed ``.jsonl`` files and Parquet files are divided by bytes and rows. Texts, and tables that can only be read
+forward, are dealt as whole files; if there are fewer such tables than tasks, each task takes every n-th row of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvr_mpi.disk import retried
+from kvr_mpi.documents.document import Document
+from kvr_mpi.documents.files import (
+    READ_ERRORS,
+    check_document,
+    document_of,
+    file_error,
+    line_start,
+    parquet_length,
+    read_rows,
+    row_name,
+)
+from kvr_mpi.documents.formats import FileFormat, format_of, plain_name, size_and_time
+from kvr_mpi.documents.paths import find_files
+from kvr_mpi.documents.rows import RowFormat
+from kvr_mpi.errors import CorpusError, UnavailableError
+
+SHA256_BYTES = 32
+UNKNOWN_ROW = -1
+NONE_RECORDED: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+
+class Part(NamedTuple):
+    """The part of a corpus that one task of an array processes."""
+
+    number: int = 0
+    parts: int = 1
+
+    def __str__(self) -> str:
+        return "all documents" if self.parts == 1 else f"documents.shard = '{self.number}/{self.parts}'"
+
+
+class Span(NamedTuple):
+    """Rows of a file: those that begin from byte `start` to byte `end` (None: its end), every `parts`-th of them."""
+
+    file: int
+    start: int = 0
+    end: int | None = None
+    number: int = 0
+    parts: int = 1
+
+
+def hash_id(name: str) -> int:
+    """Return 64 bits that stand for a document's id."""
+    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
+
+
+@dataclass(slots=True)
+class Strings:
+    """Many strings in one block of memory; `ends` are the offsets at which they end."""
+
+    data: bytes | bytearray | memoryview
+    ends: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, strings: Iterable[str]) -> Strings:
+        """Pack strings."""
+        data, ends = bytearray(), array("q")
+        for each in strings:
+            data += each.encode(errors="surrogatepass")
+            ends.append(len(data))
+        return cls(data, np.frombuffer(ends, np.int64) if ends else np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, number: int) -> str:
+        start = int(self.ends[number - 1]) if number else 0
+        return bytes(self.data[start : int(self.ends[number])]).decode(errors="surrogatepass")
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Number of bytes of each."""
+        return np.diff(self.ends, prepend=0)
+
+
+@dataclass(slots=True)
+class CorpusFiles:
+    """The files of a corpus.
+
+    names : those of their documents.
+    sizes : in bytes, of files that are divided between ranks; of others -1.
+    """
+
+    paths: Strings
+    names: Strings
+    sizes: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def format(self, number: int) -> FileFormat:
+        """Return a file's format, by its name."""
+        found = format_of(self.paths[number])
+        assert found is not None, "others are not listed"
+        return found
+
+
+def list_files(paths: Iterable[str]) -> CorpusFiles:
+    """List the files of a corpus.
+
+    Raises `CorpusError` if a path matches nothing, or a file has an unknown format; `UnavailableError` if a folder or
+    the size of a table cannot be read now.
+    """
+    found = find_files(paths)
+    sizes = np.full(len(found), -1, np.int64)
+    for number, (path, _) in enumerate(found):
+        kind = format_of(path)
+        if kind is not None and kind.can_seek:
+            try:
+                sizes[number] = retried(partial(size_and_time, path), path, listed=not os.path.islink(path))[0]
+            except UnavailableError:
+                raise
+            except OSError:  # `index_spans` reports it
+                sizes[number] = 0
+    return CorpusFiles(Strings.of(path for path, _ in found), Strings.of(plain_name(name) for _, name in found), sizes)
+
+
+def cut_spans(files: CorpusFiles, part: Part = Part(), rank: int = 0, ranks: int = 1) -> list[Span]:  # noqa: B008
+    """Return what a rank of a task indexes; the spans of all ranks of all tasks are the whole corpus."""
+    divided = np.flatnonzero(files.sizes >= 0).tolist()
+    total, spans = int(files.sizes[divided].sum()), list[Span]()
+    piece, pieces, before = part.number * ranks + rank, part.parts * ranks, 0
+    low, high = total * piece // pieces, total * (piece + 1) // pieces
+    for number in divided:
+        size = int(files.sizes[number])
+        start, end = max(low - before, 0), min(high - before, size)
+        if start < end:
+            spans.append(Span(number, start, end))
+        elif size == 0 and piece == 0:  # it may have become unreadable
+            spans.append(Span(number))
+        before += size
+    wholes = np.flatnonzero(files.sizes < 0).tolist()
+    formats = [files.format(number).is_table for number in wholes]
+    for is_table in (True, False):
+        kind = [number for number, each in zip(wholes, formats, strict=True) if each == is_table]
+        if is_table and part.parts > len(kind):
+            mine = [Span(number, 0, None, part.number, part.parts) for number in kind]
+        else:
+            mine = [Span(number) for number in kind[part.number :: part.parts]]
+        spans += mine[rank::ranks]
+    return sorted(spans)
+
+
+def describe_cut(files: CorpusFiles, part: Part) -> str:
+    """Return a hash of everything on which the division of a corpus into parts depends; empty for one part."""
+    if part.parts == 1:
+        return ""
+    listed = [part.parts, *files.names, *files.sizes.tolist()]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class Index:
+    """The documents of a corpus, or of some spans of it.
+
+    file, place : number of the file, and the row's place there (see `files`).
+    row : the row's number from 1; 0: the file itself; `UNKNOWN_ROW`: not known, so that its place names it.
+    chars : length of the text; of text files that were not read their size in bytes.
+    is_bad : whether reading it gives an error.
+    ids : an empty one stands for the name of its file, or its file and row.
+    errors : by number, of documents that cannot be processed for another reason than their row.
+    digested, digests : numbers of the documents that were compared, and the hashes of their contents (n, 32).
+    """
+
+    file: npt.NDArray[np.int32]
+    place: npt.NDArray[np.int64]
+    row: npt.NDArray[np.int32]
+    chars: npt.NDArray[np.int32]
+    is_bad: npt.NDArray[np.bool_]
+    ids: Strings
+    errors: dict[int, str] = field(default_factory=dict)
+    digested: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    digests: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, SHA256_BYTES), np.uint8))
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def own_id(self, number: int, files: CorpusFiles) -> str:
+        """Return a document's id."""
+        return self.ids[number] or self.place_name(number, files)
+
+    def row_number(self, number: int) -> int:
+        """Return the number for `files.row_name`."""
+        row = int(self.row[number])
+        return -int(self.place[number]) if row == UNKNOWN_ROW else row
+
+    def place_name(self, number: int, files: CorpusFiles) -> str:
+        """Return the id of a document without one."""
+        name = files.names[int(self.file[number])]
+        return name if self.row[number] == 0 else row_name(name, self.row_number(number))
+
+
+COLUMNS: dict[str, Any] = {"file": np.int32, "place": np.int64, "row": np.int32, "chars": np.int32, "is_bad": np.bool_}
+
+
+class _Rows:
+    """Collects the rows of an index."""
+
+    def __init__(self) -> None:
+        self.file, self.place, self.row, self.chars = array("i"), array("q"), array("i"), array("i")
+        self.is_bad = bytearray()
+        self.ids, self.ends = bytearray(), array("q")
+        self.errors: dict[int, str] = {}
+        self.digested, self.digests = array("q"), bytearray()
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def add(self, file: int, place: int, row: int, chars: int, name: str = "", *, is_bad: bool = False) -> None:
+        """Add a document."""
+        self.file.append(file)
+        self.place.append(place)
+        self.row.append(row)
+        self.chars.append(min(chars, (1 << 31) - 1))
+        self.is_bad.append(is_bad)
+        self.ids += name.encode(errors="surrogatepass")
+        self.ends.append(len(self.ids))
+
+    def index(self) -> Index:
+        """Return the index."""
+        columns = {name: np.array(memoryview(getattr(self, name)), kind) for name, kind in COLUMNS.items()}
+        ids = Strings(self.ids, np.array(self.ends, np.int64))
+        digests = np.frombuffer(bytes(self.digests), np.uint8).reshape(-1, SHA256_BYTES)
+        return Index(
+            **columns, ids=ids, errors=self.errors, digested=np.array(self.digested, np.int64), digests=digests
+        )
+
+
+class Lines(NamedTuple):
+    """What one span contributed: its file and start, its lines, and its documents."""
+
+    file: int
+    start: int
+    lines: int
+    documents: int
+
+
+def index_spans(
+    files: CorpusFiles,
+    spans: Sequence[Span],
+    rows: RowFormat,
+    *,
+    recorded: npt.NDArray[np.uint64] = NONE_RECORDED,
+    limit: int | None = None,
+) -> tuple[Index, list[Lines]]:
+    """Index spans of files.
+
+    recorded : sorted hashes (`hash_id`) of the ids with results; the contents of these documents are hashed.
+    limit : stop after this many documents.
+    """
+    found, lines, patience = _Rows(), list[Lines](), 1.0
+
+    def is_recorded(name: str) -> bool:
+        at = int(np.searchsorted(recorded, np.uint64(hash_id(name))))
+        return at < len(recorded) and int(recorded[at]) == hash_id(name)
+
+    for span in spans:
+        path, name, before, count = files.paths[span.file], files.names[span.file], len(found), 0
+        try:
+            if not files.format(span.file).is_table:
+                _add_text(found, files, span.file, rows, is_read=is_recorded(name), patience=patience)
+                patience = 1.0
+            else:
+                for count, place, row in _rows_of(path, files, span, rows, patience):  # noqa: B007
+                    patience = 1.0
+                    if isinstance(row, bytes) and not row.strip():
+                        continue
+                    number = count if files.format(span.file).can_seek else place + 1
+                    document = check_document(document_of(row, rows, path, name, number))
+                    is_named = document.id != row_name(name, number)
+                    is_bad = document.error is not None
+                    wanted = len(recorded) and not is_bad and (not is_named or is_recorded(document.id))
+                    if wanted:
+                        found.digested.append(len(found))
+                        found.digests += bytes.fromhex(document.sha256)
+                    found.add(
+                        *(span.file, place, number, document.chars, document.id if is_named else ""), is_bad=is_bad
+                    )
+                    if limit is not None and len(found) >= limit:
+                        break
+        except UnavailableError as error:
+            patience /= 2
+            _add_file_error(found, span, file_error(path, error))
+        except READ_ERRORS as error:
+            _add_file_error(found, span, file_error(path, error, rows.encoding))
+        lines.append(Lines(span.file, span.start, count, len(found) - before))
+        if limit is not None and len(found) >= limit:
+            break
+    return found.index(), lines
+
+
+def _rows_of(
+    path: str, files: CorpusFiles, span: Span, rows: RowFormat, patience: float
+) -> Iterator[tuple[int, int, Any]]:
+    """Yield (number in the span from 1, place, row)."""
+    start, end, listed = span.start, span.end, not os.path.islink(path)
+    if end is not None and files.format(span.file).suffix == ".parquet":
+        size, length = int(files.sizes[span.file]), retried(partial(parquet_length, path), path, patience=patience)
+        start, end = -(-start * length // size), -(-end * length // size)
+        for place, row in read_rows(path, rows, start, end, listed=listed, patience=patience):
+            yield place + 1, place, row
+        return
+    if start:
+        start = line_start(path, start, patience=patience)
+    for count, (place, row) in enumerate(read_rows(path, rows, start, end, listed=listed, patience=patience)):
+        if count % span.parts == span.number:
+            yield count + 1, place, row
+
+
+def _add_text(found: _Rows, files: CorpusFiles, file: int, rows: RowFormat, *, is_read: bool, patience: float) -> None:
+    """Add a text file, whose contents are read only if there are results of it."""
+    path, name = files.paths[file], files.names[file]
+    listed = not os.path.islink(path)  # a link may lead nowhere
+    chars, is_bad, digest, document = 0, False, b"", None
+    if is_read:
+        ((_, row),) = read_rows(path, rows, listed=listed, patience=patience)
+        document = check_document(document_of(row, rows, path, name, 0))
+        chars, is_bad = document.chars, document.error is not None
+        digest = b"" if is_bad else bytes.fromhex(document.sha256)
+    else:
+        chars = retried(partial(size_and_time, path), path, listed=listed, patience=patience)[0]
+        document = check_document(Document(name, "x"))
+        is_bad = document.error is not None
+    if digest:
+        found.digested.append(len(found))
+        found.digests += digest
+    found.add(file, 0, 0, chars, document.id if document.id != name else "", is_bad=is_bad)
+
+
+def _add_file_error(found: _Rows, span: Span, error: str) -> None:
+    found.errors[len(found)] = error
+    found.add(span.file, span.start, 0, 0, is_bad=True)
+
+
+def join(
+    parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, *, part: Part, is_batch: bool = False
+) -> Index:
+    """Join the indexes of all ranks to one in the order of the corpus, in which all ids are unique.
+
+    A later document with the id of another one gets an error, and an id of its own; is_batch : it is a request.
+    """
+    _number_rows(parts, files, part)
+    indexes = [index for index, _ in parts]
+    whole = indexes[0] if len(indexes) == 1 else _concatenate(indexes)
+    order = np.lexsort((whole.place, whole.file)) if (np.diff(whole.file) < 0).any() else None
+    if order is not None:
+        whole = take(whole, order)
+    double = _double_errors(whole, files)
+    if double:
+        whole = take(whole, np.setdiff1d(np.arange(len(whole)), double))
+    _make_unique(whole, files, is_batch=is_batch)
+    return whole
+
+
+def _number_rows(parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, part: Part) -> None:
+    """Give rows their numbers in their files, which were counted from the start of each span."""
+    before: dict[int, dict[int, int]] = {}
+    for _, spans in parts:
+        for span in spans:
+            before.setdefault(span.file, {})[span.start] = span.lines
+    for index, spans in parts:
+        at = 0
+        for span in spans:
+            rows, at = slice(at, at + span.documents), at + span.documents
+            kind = files.format(span.file)
+            if kind.suffix == ".parquet" or not (kind.is_table and kind.can_seek):
+                continue
+            starts = before[span.file]
+            numbered = index.row[rows] > 0
+            if 0 not in starts or part.parts > 1:
+                index.row[rows][numbered] = UNKNOWN_ROW
+            else:
+                index.row[rows][numbered] += sum(lines for start, lines in starts.items() if start < span.start)
+
+
+def _concatenate(indexes: Sequence[Index]) -> Index:
+    offsets = np.cumsum([0, *map(len, indexes)])
+    bytes_before = np.cumsum([0, *(len(index.ids.data) for index in indexes)])
+    ends = [index.ids.ends + before for index, before in zip(indexes, bytes_before, strict=False)]
+    return Index(
+        **{name: np.concatenate([getattr(index, name) for index in indexes]) for name in COLUMNS},
+        ids=Strings(b"".join(index.ids.data for index in indexes), np.concatenate(ends)),
+        errors={
+            int(offset) + number: error
+            for index, offset in zip(indexes, offsets, strict=False)
+            for number, error in index.errors.items()
+        },
+        digested=np.concatenate([index.digested + at for index, at in zip(indexes, offsets, strict=False)]),
+        digests=np.concatenate([index.digests for index in indexes]),
+    )
+
+
+def take(index: Index, order: npt.NDArray[np.int64]) -> Index:
+    """Return some documents of an index, in another order."""
+    places = np.full(len(index), -1, np.int64)
+    places[order] = np.arange(len(order))
+    digested = places[index.digested]
+    kept = np.flatnonzero(digested >= 0)
+    kept = kept[np.argsort(digested[kept], kind="stable")]
+    starts = index.ids.ends - index.ids.lengths
+    data = memoryview(index.ids.data)
+    ids = b"".join(
+        data[start:end] for start, end in zip(starts[order].tolist(), index.ids.ends[order].tolist(), strict=True)
+    )
+    return Index(
+        **{name: getattr(index, name)[order] for name in COLUMNS},
+        ids=Strings(ids, np.cumsum(index.ids.lengths[order])),
+        errors={int(places[number]): error for number, error in index.errors.items() if places[number] >= 0},
+        digested=digested[kept],
+        digests=index.digests[kept],
+    )
+
+
+def _double_errors(index: Index, files: CorpusFiles) -> list[int]:
+    """Return the entries of tables that several ranks could not read, but for the first one of each table."""
+    seen, double = set[int](), list[int]()
+    for number in sorted(index.errors):
+        file = int(index.file[number])
+        if index.row[number] == 0 and files.format(file).is_table:
+            if file in seen:
+                double.append(number)
+            seen.add(file)
+    return double
+
+
+def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
+    """Give later documents with the id of an earlier one an error, and an id that no other document has."""
+    hashes = np.fromiter((hash_id(index.own_id(n, files)) for n in range(len(index))), np.uint64, len(index))
+    ordered = np.sort(hashes)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(repeated):
+        return
+    first: dict[str, int] = {}
+    copies: dict[str, int] = {}
+    taken = set(hashes.tolist())
+    renamed: dict[int, str] = {}
+    for number in np.flatnonzero(np.isin(hashes, repeated)).tolist():
+        name = index.own_id(number, files)
+        if first.setdefault(name, number) == number:
+            continue
+        copy = copies.get(name, 2)
+        while hash_id(f"{name}#{copy}") in taken:
+            copy += 1
+        copies[name], renamed[number] = copy + 1, f"{name}#{copy}"
+        taken.add(hash_id(renamed[number]))
+        what = f"document {first[name] + 1} has the same id"
+        if is_batch:
+            what = f"request {number + 1} has the custom_id of request {first[name] + 1}, so it was not run"
+        if not index.is_bad[number] or index.row[number] == 0:
+            index.errors.setdefault(number, f"duplicate id {name!r}: {what}; make ids unique")
+        index.is_bad[number] = True
+    index.ids = Strings.of(renamed.get(number, name) for number, name in enumerate(index.ids))
+
+
+def check_not_empty(index: Index, paths: Sequence[str]) -> None:
+    """Raise `CorpusError` if there are no documents."""
+    if not len(index):
+        raise CorpusError(f"documents.path {list(paths)}: the files contain no documents; expected at least one")

@@ -1,0 +1,128 @@
+"""The corpus of a job, indexed by all ranks together, and how its documents are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvr_mpi.documents import Corpus, describe_others, scan_corpus
+from kvr_mpi.documents.corpus import (
+    Blocks,
+    index_columns,
+    index_head,
+    make_corpus,
+    read_head,
+    take_index,
+    with_model,
+)
+from kvr_mpi.documents.index import (
+    Index,
+    Lines,
+    Span,
+    check_not_empty,
+    cut_spans,
+    index_spans,
+    list_files,
+)
+from kvr_mpi.errors import ConfigError, UnavailableError
+from kvr_mpi.job import JobSpec
+from kvr_mpi.preflight.checks import find_others, name_files
+from kvr_mpi.preflight.inputs import row_format
+from kvr_mpi.report.log import Log
+from kvr_mpi.requests.sources import DocumentSource, TextSource
+from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
+from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.store.run import hash_recorded
+from kvr_mpi.transport import Transport, on_root, together
+
+
+def index_job(spec: JobSpec, world: Transport, log: Log, folder: Path, *, is_new: bool) -> Corpus:
+    """Index the documents of a job's part of the corpus, each rank some of them; every rank calls this.
+
+    is_new : results in the folder do not count, so that no document has to be compared with them.
+
+    Raises as `scan_corpus` and `scan_stored`, on all ranks.
+    """
+    if spec.questions is not None:
+        return Corpus.from_bytes(world.broadcast(on_root(world, lambda: _list_questions(spec, log)) or b""))
+
+    def begin() -> bytes:
+        if others := find_others(spec):
+            log.line(f"{describe_others(others)}: {name_files(others)}")
+        files = list_files(spec.documents.path)
+        rows = with_model(files, row_format(spec))
+        empty = index_spans(files, (), rows)[0]
+        return Corpus(files, empty, rows, tuple(spec.prompts), spec.documents.part).to_bytes()
+
+    def list_recorded() -> bytes:
+        return b"" if is_new else hash_recorded(folder, has_prompts=bool(spec.prompts)).tobytes()
+
+    empty = Corpus.from_bytes(world.broadcast(on_root(world, begin) or b""))
+    recorded = np.frombuffer(world.broadcast(on_root(world, list_recorded) or b""), np.uint64)
+    files, limit = empty.files, spec.documents.limit
+    spans = cut_spans(files, empty.part, world.rank, world.size)
+    if limit is not None:  # one rank reads until there are enough
+        spans = [] if world.rank else [Span(number) for number in range(len(files))]
+    found = together(world, lambda: index_spans(files, spans, empty.rows, recorded=recorded, limit=limit))
+    parts = world.gather(_to_bytes(*found))
+    del found
+
+    def finish() -> bytes:
+        indexes = [_from_bytes(data) for data in parts]
+        corpus = make_corpus(
+            files, indexes, empty.rows, prompts=empty.prompts, part=empty.part, has_limit=limit is not None
+        )
+        if corpus.part.parts == 1:
+            check_not_empty(corpus.index, spec.documents.path)
+        if limit is not None:
+            _check_counted(corpus)
+        return corpus.to_bytes()
+
+    joined = on_root(world, finish) or b""
+    return Corpus.from_bytes(world.broadcast(joined))
+
+
+def scan_documents(spec: JobSpec) -> Corpus:
+    """Index a job's documents on one rank; raises `CorpusError` if there are none."""
+    wanted = spec.documents
+    if spec.questions is not None:
+        raise ConfigError("a job with [questions] uses the documents of a run and cannot be planned")
+    return scan_corpus(
+        wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(spec.prompts), part=wanted.part
+    )
+
+
+def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
+    """Open the source of documents and their prompts."""
+    if setup.spec.questions is not None:
+        return StoredSource(setup, corpus)
+    find = None if setup.beginnings is None else setup.beginnings.find
+    return TextSource(corpus, setup.prompt_config, find, setup.spec.prompts)
+
+
+def _list_questions(spec: JobSpec, log: Log) -> bytes:
+    corpus, lines = scan_stored(spec)
+    for line in lines:
+        log.line(line)
+    return corpus.to_bytes()
+
+
+def _check_counted(corpus: Corpus) -> None:
+    """Refuse to count documents while the number of rows of a table is unknown."""
+    for number, error in corpus.index.errors.items():
+        is_table = corpus.files.format(int(corpus.index.file[number])).is_table
+        if is_table and corpus.is_transient(number * (len(corpus.prompts) or 1)):
+            raise UnavailableError(f"{error}; its rows are counted for documents.limit")
+
+
+def _to_bytes(index: Index, lines: Sequence[Lines]) -> bytes:
+    head = {"index": index_head(index), "lines": lines}
+    return b"".join([json.dumps(head).encode(), b"\n", *index_columns(index)])
+
+
+def _from_bytes(data: bytes) -> tuple[Index, list[Lines]]:
+    head, view = read_head(bytearray(data))
+    return take_index(head["index"], Blocks(view)), [Lines(*one) for one in head["lines"]]
