@@ -81,7 +81,9 @@ def parse_json(text: str | bytes) -> Any:
 
     Raises `ValueError`, or `RecursionError`.
     """
-    return json.loads(text, object_pairs_hook=_as_object)
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    return DECODER.decode(text)
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -92,6 +94,9 @@ def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             f"the key {next(name for name in names if names.count(name) > 1)[:80]!r} occurs twice in one object"
         )
     return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_as_object)
 
 
 def from_plain(kind: type[T], values: Mapping[str, Any]) -> T:

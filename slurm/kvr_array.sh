@@ -4,7 +4,7 @@
 #     sbatch --array=0-99 slurm/kvr_array.sh JOB.toml [more options of kvr-run]
 #     KVR_SHARES=50000 sbatch --array=0-999%50 slurm/kvr_array.sh JOB.toml
 #
-# Share i of n has every n-th document from the i-th on, and its results in OUTPUT/share-i-of-n. There are KVR_SHARES of
+# Share i of n is the i-th of n equal parts of the corpus, with its results in OUTPUT/share-i-of-n. There are KVR_SHARES of
 # them, as many as the array has tasks unless told otherwise; a task does more than one in turn where MaxArraySize is smaller.
 #SBATCH --job-name=kvr-array
 #SBATCH --array=0-3

@@ -164,7 +164,7 @@ def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iter
 def _csv_rows(stream: IO[bytes], delimiter: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a CSV file by the names in its first row; missing fields are None."""
     csv.field_size_limit(MAX_TEXT_BYTES)
-    lines = codecs.iterdecode(stream, "utf-8-sig")
+    lines = codecs.iterdecode(iter(lambda: stream.readline(MAX_TEXT_BYTES), b""), "utf-8-sig")
     for row in csv.DictReader(lines, delimiter=delimiter):
         row.pop(None, None)  # fields without a name
         yield row

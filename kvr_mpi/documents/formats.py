@@ -9,9 +9,13 @@ s3://BUCKET/a.jsonl  https://... ...     a remote file, read by fsspec
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import lzma
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -20,8 +24,7 @@ from kvr_mpi.errors import CorpusError
 
 TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".csv", ".tsv", ".parquet")
-# Suffixes of compressed files, with fsspec's names of the compressions.
-COMPRESSIONS: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 ARCHIVE = ".zip"
 ZIP = "zip://"
 
@@ -30,7 +33,7 @@ class FileFormat(NamedTuple):
     """What a file contains.
 
     suffix : one of `SUFFIXES`.
-    compression : fsspec's name of the compression; empty: none.
+    compression : one of `COMPRESSIONS`; empty: none.
     can_seek : whether reading can start at any row.
     """
 
@@ -48,9 +51,9 @@ def format_of(path: str) -> FileFormat | None:
     """Return the format of a file, by its name; None if it is not supported."""
     name = path.partition("::")[0].lower() if path.startswith(ZIP) else path.lower()
     stem, compression = name, ""
-    for suffix, each in COMPRESSIONS.items():
+    for suffix in COMPRESSIONS:
         if name.endswith(suffix):
-            stem, compression = name.removesuffix(suffix), each
+            stem, compression = name.removesuffix(suffix), suffix
     found = next((suffix for suffix in SUFFIXES if stem.endswith(suffix)), None)
     if found is None or (compression and found == ".parquet"):
         return None
@@ -77,16 +80,16 @@ def is_table(path: str | Path) -> bool:
 
 def open_file(path: str, *, patience: float = 1.0) -> IO[bytes]:
     """Open a file for reading its uncompressed bytes; raises `OSError`, or `CorpusError` if a package is missing."""
-    compression = getattr(format_of(path), "compression", "")
+    found = format_of(path)
     stream = _open_stored(path, patience)
-    if not compression:
+    if found is None or not found.compression:
         return stream
-    from fsspec.compression import compr
-
-    if compression not in compr:
+    openers: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd}
+    try:
+        return cast("IO[bytes]", _Layers(openers[found.compression](stream), stream))
+    except BaseException:
         stream.close()
-        raise CorpusError(f"{path}: reading .zst files needs zstandard; `pip install zstandard`")
-    return cast("IO[bytes]", _Layers(compr[compression](stream, mode="rb"), stream))
+        raise
 
 
 def _open_stored(path: str, patience: float) -> IO[bytes]:
@@ -103,6 +106,49 @@ def _open_stored(path: str, patience: float) -> IO[bytes]:
         file_system, inner = remote(path)
         return cast("IO[bytes]", file_system.open(inner, "rb"))
     return open_regular(Path(path), patience=patience)
+
+
+class _ZstdReader(io.RawIOBase):
+    """Reads the frames of a Zstandard file; unlike zstandard's own reader, it notices if the last one is truncated."""
+
+    def __init__(self, stream: IO[bytes], zstandard: Any) -> None:
+        self._stream, self._new, self._error = stream, zstandard.ZstdDecompressor, zstandard.ZstdError
+        self._frame: Any = None
+        self._rest = b""  # compressed bytes of the next frame
+        self._ready = b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read decompressed bytes."""
+        while not self._ready:
+            data = self._rest or self._stream.read(1 << 13)  # little may become much
+            self._rest = b""
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("compressed file ended before the end of its last frame")
+                return 0
+            self._frame = self._frame or self._new().decompressobj()
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._error as error:
+                raise ValueError(str(error)) from error
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def open_zstd(stream: IO[bytes]) -> IO[bytes]:
+    """Return a reader of a Zstandard file; raises `CorpusError` if the package for it is missing."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise CorpusError("reading .zst files needs zstandard; `pip install zstandard`") from error
+    return io.BufferedReader(_ZstdReader(stream, zstandard), 1 << 17)
 
 
 class _Layers:

@@ -285,8 +285,9 @@ def index_spans(
 
     for span in spans:
         path, name, before, count = files.paths[span.file], files.names[span.file], len(found), 0
+        kind = files.format(span.file)
         try:
-            if not files.format(span.file).is_table:
+            if not kind.is_table:
                 _add_text(found, files, span.file, rows, is_read=is_recorded(name), patience=patience)
                 patience = 1.0
             else:
@@ -294,7 +295,7 @@ def index_spans(
                     patience = 1.0
                     if isinstance(row, bytes) and not row.strip():
                         continue
-                    number = count if files.format(span.file).can_seek else place + 1
+                    number = count if kind.can_seek else place + 1
                     document = check_document(document_of(row, rows, path, name, number))
                     is_named = document.id != row_name(name, number)
                     is_bad = document.error is not None
@@ -454,7 +455,7 @@ def _double_errors(index: Index, files: CorpusFiles) -> list[int]:
 
 def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
     """Give later documents with the id of an earlier one an error, and an id that no other document has."""
-    hashes = np.fromiter((hash_id(index.own_id(n, files)) for n in range(len(index))), np.uint64, len(index))
+    hashes = np.fromiter(_hash_ids(index, files), np.uint64, len(index))
     ordered = np.sort(hashes)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     if not len(repeated):
@@ -479,6 +480,14 @@ def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
             index.errors.setdefault(number, f"duplicate id {name!r}: {what}; make ids unique")
         index.is_bad[number] = True
     index.ids = Strings.of(renamed.get(number, name) for number, name in enumerate(index.ids))
+
+
+def _hash_ids(index: Index, files: CorpusFiles) -> Iterator[int]:
+    """Yield `hash_id` of all ids."""
+    data, start = memoryview(index.ids.data), 0
+    for number, end in enumerate(index.ids.ends.tolist()):
+        yield xxhash.xxh3_64_intdigest(data[start:end]) if end > start else hash_id(index.own_id(number, files))
+        start = end
 
 
 def check_not_empty(index: Index, paths: Sequence[str]) -> None:

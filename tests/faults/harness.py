@@ -250,14 +250,14 @@ def run_case(
 ) -> Case:
     """Disturb a job as its seed says, resume it until it ends (as it does in peace, with the code `well`), and compare.
 
-    A run that is `begun` is extended to the job's corpus.
+    The corpus may have changed since a run was `begun`.
 
     Raises
     ------
     AssertionError
         With the whole story, if anything is lost, double, different or unreadable.
     """
-    chance, case, word = random.Random(seed), Case(seed), "--resume" if begun is None else "--extend"
+    chance, case, word = random.Random(seed), Case(seed), "--resume"
     output = scratch / "out"
     if begun is not None:
         shutil.copytree(begun, output)

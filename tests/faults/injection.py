@@ -186,7 +186,7 @@ class Kinds:
         after = finished(self.output)
         made = self._keep(f"{name}-right")
         kept = {each: when for each, when in before.items() if after[each] == when}
-        again = again or [word for word in words if word != "--extend"]
+        again = again or words
         return Kind((*words,), (*again,), begun, right or made, done.operations, kept)
 
     def _job(self, name: str, corpus: Path, **settings: Any) -> list[str]:
@@ -223,7 +223,7 @@ class Kinds:
     def _retried(self) -> Kind:
         """A job that could not read a document."""
         self._put(None)
-        failed = self.run(self._mixed_job, Fault(0, "open", r"/corpus/doc-1\.txt$", 2, ALWAYS, errno.EACCES))
+        failed = self.run(self._mixed_job, Fault(0, "open", r"/corpus/doc-1\.txt$", 1, ALWAYS, errno.EACCES))
         assert failed.code == EXIT_BAD_DATA and failed.hits, failed.log
         begun = self._keep("retried-begun")
         return self._make("retried", [*self._mixed_job, "--retry-failed"], begun, right=self["first"].right)
@@ -242,7 +242,7 @@ class Kinds:
         write_lines(
             corpus / "rows.jsonl", {"id": "one", "text": "Quite another row. " * 3}, {"id": "two", "text": TEXT}
         )
-        return self._make("extended", [*words[:-1], "--extend"], begun, [*words[:-1], "--extend"])
+        return self._make("extended", words, begun, words)
 
     @cached_property
     def _merged(self) -> Kind:

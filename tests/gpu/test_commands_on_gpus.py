@@ -67,7 +67,7 @@ def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any
     """Whole, or spread over the ranks."""
     out, keeps = job.parent / "out", f"output.kv={kv}"
     launch(2, job, settings=(keeps, "documents.limit=1"))
-    launch(2, job, "--extend", settings=(keeps, "documents.limit=2"))
+    launch(2, job, settings=(keeps, "documents.limit=2"))
     spread = ("parallel.ranks_per_chain=all",) if kv == "sharded" else ()
     for ranks, settings in ((2, spread), (1, ())):
         launch(ranks, out, "-q", "Who?", "--output", job.parent / str(ranks), settings=settings, command="ask")

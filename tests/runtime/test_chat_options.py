@@ -57,7 +57,7 @@ def test_a_run_keeps_its_date(model: str, run_job: Any, ask_about: Any, tmp_path
     Clock.today_is = datetime(2026, 2, 1, 0, 1)
     assert "nothing left to do" in run_job(1, *settings, "documents.limit=2", to="out", words=["--resume"]).log
     (tmp_path / "corpus" / "new.txt").write_text("Something new. " + TEXT)
-    extended = run_job(2, *settings, to="out", words=["--extend"]).records
+    extended = run_job(2, *settings, to="out").records
     assert len(extended) > len(first) and all(extended[name] == record for name, record in first.items())
     asked = run_job(1, model, of=ask_about(kept.folder, who="Who saw it?"), to="asked").records
     assert asked and all(0 < record.computed_tokens < 40 for record in asked.values())

@@ -16,6 +16,7 @@ from made_jobs import toml_of
 
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents import Corpus, Document, RowFormat, scan_corpus
+from kvr_mpi.documents.corpus import corpus_of
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import DocumentError
@@ -34,7 +35,7 @@ SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8
 
 def request(tokenizer: Any, text: str, too_long: str = "error") -> Split:
     config = PromptConfig(tokenizer, PromptSection(template="{text}", too_long=too_long), FRAME, FRAME, 8)
-    return TextSource(Corpus((), ()), config).request(Document("a.txt", text), work=100)
+    return TextSource(corpus_of([], [], []), config).request(Document("a.txt", text), work=100)
 
 
 def requests(document: Split) -> list[Prompt]:
@@ -182,11 +183,9 @@ def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.jsonl").write_text(json.dumps({"id": "x" * 511, "text": "more words"}) + "\n")
     corpus = scan_corpus([str(tmp_path)], rows=RowFormat(), prompts=["p", "q"])
-    assert [entry.id for entry in corpus.entries][:2] == ["a.txt#p", "a.txt#q"]
+    assert [*corpus.ids()][:2] == ["a.txt#p", "a.txt#q"] and len(corpus) == 4
     assert corpus.read(0).text == corpus.read(1).text == "words" and corpus.read(1).id == "a.txt#q"
-    assert "512 are allowed" in (corpus.read(2).error or "") and corpus.entries[2].id != corpus.entries[3].id
-    assert [corpus.share(slice(n, None, 2)) for n in range(2)] == [[0, 1], [2, 3]]
-    again = Corpus.from_json(json.loads(json.dumps(corpus.to_json())))
-    assert again == corpus
-    assert scan_corpus([str(tmp_path)], prompts=["p", "q"], known=again).entries is again.entries
-    assert len(scan_corpus([str(tmp_path)], prompts=["p"], known=again)) == 2
+    assert "512 are allowed" in (corpus.read(2).error or "") and corpus.id(2) != corpus.id(3)
+    assert [*Corpus.from_bytes(corpus.to_bytes()).ids()] == [*corpus.ids()]
+    works = corpus.works()
+    assert works[0] > works[1] >= 1, "the second prompt reuses the prefill of the first"

@@ -224,7 +224,7 @@ def test_documents_share_what_a_run_has_spent(tmp_path: Path, run_job: Any, monk
     first = run_job(2, "documents.limit=3", to="out")
     assert "(RAPL: package)" in first.log and "core hours" in first.log
     before = open_results(first.folder)
-    run_job(1, to="out", words=["--extend"])
+    run_job(1, to="out")
     results = open_results(first.folder)
     assert len(results) == 5 and results.cost.joules and before.cost.joules
     assert results.cost.joules > before.cost.joules and results.cost.core_s > before.cost.core_s

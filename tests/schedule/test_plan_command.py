@@ -158,7 +158,7 @@ REFUSED = [
     (["--ranks", "4"], "the speed of a rank is unknown: .*h100-80gb.*kvr search"),
     (["--ranks", "4", "--hardware", "abacus"], "'abacus'.*h200"),
     (["--ranks", "4", "--hardware", "H100"], "did you mean 'h100-80gb'"),
-    (["--ranks", "2", "--set", "documents.shard=20/30", *H200], "no documents of the share 20/30"),
+    (["--ranks", "2", "--set", "documents.shard=20/30", *H200], "no documents in the share 20/30"),
     (["--ranks", "2", "--set", "prompt.template=x"], "prompt.template.*{text}"),
     (["--ranks", "2", "--set", "prompt.overlap_tokens=99999", *H200], "prompt.overlap_tokens = 99999: .* half"),
     (["--ranks", "2", "--set", "parallel.partition=x"], "'auto' cannot be combined with parallel.partition"),
@@ -200,6 +200,6 @@ def test_the_second_job_is_forecast_by_the_first_and_a_part_of_one_says_nothing(
         assert run.returncode == 0 and len(json.loads(history.read_text())["jobs"]) == jobs, run.stderr
         told = open_results(tmp_path / "out").cost.describe_outcome()
         assert ("the whole job took" in told and told in run.stderr) == is_forecast
-    resumed = run_here(2, [job, *with_settings("documents.limit=5"), "--extend"])
+    resumed = run_here(2, [job, *with_settings("documents.limit=5")])
     assert resumed.returncode == 0 and "the whole job took" not in resumed.stderr
     assert len(json.loads(history.read_text())["jobs"]) == 2

@@ -155,7 +155,6 @@ def test_memory_to_ask_for_and_ranks_that_gain_little(
         (["--ranks", "6", "--ntasks-per-node", "4"], EXIT_CONFIG, "the same number of ranks on every node"),
         (["--hardware", "h20"], EXIT_CONFIG, "did you mean 'h200'?"),
         (["--Partition=gpu"], EXIT_CONFIG, "--'Partition': expected a long option of sbatch"),
-        (["--array", "2", "--extend"], EXIT_USAGE, "--extend cannot be combined with --array"),
         (["--array", "0-3"], EXIT_USAGE, "expected a number of shares"),
         (["--array", "1"], EXIT_USAGE, "at least 2"),
         (["--account", "abc"], EXIT_USAGE, "options of sbatch are written --NAME=VALUE"),

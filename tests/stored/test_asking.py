@@ -112,7 +112,7 @@ def test_a_changed_or_damaged_document_is_named_and_never_answered_and_the_other
         shutil.copy(newer, run)
         return found
 
-    monkeypatch.setattr("kvr_mpi.runtime.batch.scan_stored", list_and_replace)
+    monkeypatch.setattr("kvr_mpi.runtime.indexing.scan_stored", list_and_replace)
     for words in ("have changed since the job began", "layer_001/values is damaged"):
         found = ask(run, ranks=2, code=65).records
         bad = {name: record for name, record in found.items() if record.status == "error"}
