@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.options import make_parser
-from kvr_mpi.documents import Part
+from kvr_mpi.documents import CorpusPart
 from kvr_mpi.documents.corpus import corpus_of
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.lock import Lock, this_process
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
             lock = Lock(path, this_process())
             hashes = [f"{name.removeprefix('doc-'):0>64}" for name in names[share]]
             corpus = corpus_of(names[share], [9] * len(hashes), hashes)
-            open_run(path, HEADER, replace(corpus, part=Part(number, shares), cut="benchmark"), lock)
+            open_run(path, HEADER, replace(corpus, part=CorpusPart(number, shares), cut="benchmark"), lock)
             writer = ResultWriter(path, 0, HEADER)
             for name in names[share]:
                 kv = [(layer, layer)] * LAYERS if kv_tokens else ()

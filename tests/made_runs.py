@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import h5py
 import torch
 
-from kvr_mpi.documents import Corpus, Part
+from kvr_mpi.documents import Corpus, CorpusPart
 from kvr_mpi.documents.corpus import corpus_of as made_corpus
 from kvr_mpi.store.export import write_export
 from kvr_mpi.store.folder import make_writable, survey
@@ -68,7 +68,7 @@ def corpus_of(names: Iterable[str], **texts: str) -> Corpus:
 
 def part_of(names: Sequence[str], number: int, count: int) -> Corpus:
     """A part of such a corpus."""
-    return replace(corpus_of(names[number::count]), part=Part(number, count), cut=hash_of(" ".join(names))[:8])
+    return replace(corpus_of(names[number::count]), part=CorpusPart(number, count), cut=hash_of(" ".join(names))[:8])
 
 
 class Run(NamedTuple):

@@ -9,7 +9,7 @@ from kvr_mpi.documents.corpus import Corpus, read_corpus, scan_corpus
 from kvr_mpi.documents.document import Asked, Document
 from kvr_mpi.documents.files import MAX_ID_CHARS, check_lines, first_rows
 from kvr_mpi.documents.formats import SUFFIXES, is_table
-from kvr_mpi.documents.index import Part
+from kvr_mpi.documents.index import CorpusPart
 from kvr_mpi.documents.paths import describe_others, find_files, other_files
 from kvr_mpi.documents.rows import RowFormat
 
@@ -19,7 +19,7 @@ __all__ = [
     "Asked",
     "Corpus",
     "Document",
-    "Part",
+    "CorpusPart",
     "RowFormat",
     "check_lines",
     "describe_others",

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
+    MAX_ID_CHARS,
     READ_ERRORS,
     RawRow,
     check_document,
@@ -30,9 +31,9 @@ from kvr_mpi.documents.index import (
     NONE_RECORDED,
     SHA256_BYTES,
     CorpusFiles,
+    CorpusPart,
+    FileSpan,
     Index,
-    Part,
-    Span,
     Strings,
     check_not_empty,
     cut_spans,
@@ -57,7 +58,7 @@ class Corpus:
     """All documents of a job, by number.
 
     prompts : names of several prompts about each document; each prompt has a number, and a document's are adjacent.
-    part, cut : see `index.Part` and `index.describe_cut`.
+    part, cut : see `index.CorpusPart` and `index.describe_cut`.
     later_work : work of a document's later prompts relative to the first one, as a divisor.
     """
 
@@ -65,7 +66,7 @@ class Corpus:
     index: Index = field(repr=False)
     rows: RowFormat = DEFAULT_ROWS
     prompts: tuple[str, ...] = ()
-    part: Part = Part()
+    part: CorpusPart = CorpusPart()
     cut: str = ""
     later_work: int = SHARED_WORK
     _last: tuple[int, Document] | None = field(default=None, init=False, repr=False, compare=False)
@@ -95,6 +96,16 @@ class Corpus:
     def is_bad(self, number: int) -> bool:
         """Whether it is known that a document cannot be processed; `read` says why."""
         return bool(self.index.is_bad[self.document_number(number)]) or self.named(number)[1] is not None
+
+    def bad_among(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return `is_bad` of each of some numbers."""
+        documents = numbers // (len(self.prompts) or 1)
+        found = self.index.is_bad[documents].astype(np.bool_)
+        if self.prompts:
+            names = max(len(name.encode()) for name in self.prompts)
+            for at in np.flatnonzero(self.index.ids.lengths[documents] + names >= MAX_ID_CHARS).tolist():
+                found[at] = self.is_bad(int(numbers[at]))
+        return found
 
     def is_transient(self, number: int) -> bool:
         """Whether a document's file could not be read for the moment, so that the next start of the job reads it."""
@@ -181,7 +192,7 @@ class Corpus:
     @classmethod
     def from_bytes(cls, data: bytes) -> Corpus:
         """Reconstruct a corpus, whose columns stay in `data`."""
-        head, view = read_head(data)
+        head, view = split_head(data)
         sizes = head["files"]
         blocks = Blocks(view)
         paths, names = blocks.take(np.uint8, sizes[0]).data, blocks.take(np.uint8, sizes[1]).data
@@ -192,7 +203,7 @@ class Corpus:
             take_index(head["index"], blocks),
             from_plain(RowFormat, head["rows"]),
             tuple(head["prompts"]),
-            Part(*head["part"]),
+            CorpusPart(*head["part"]),
             head["cut"],
             head["later_work"],
         )
@@ -210,7 +221,7 @@ def index_columns(index: Index) -> list[Any]:
     return [*fixed, index.ids.ends, index.ids.data, index.digested, np.ascontiguousarray(index.digests)]
 
 
-def read_head(data: bytes | bytearray) -> tuple[dict[str, Any], memoryview]:
+def split_head(data: bytes | bytearray) -> tuple[dict[str, Any], memoryview]:
     """Split a line of JSON from the columns after it."""
     end = data.index(b"\n")
     return json.loads(data[:end]), memoryview(data)[end + 1 :]
@@ -336,7 +347,7 @@ def scan_corpus(
     rows: RowFormat = DEFAULT_ROWS,
     limit: int | None = None,
     prompts: Sequence[str] = (),
-    part: Part = Part(),  # noqa: B008
+    part: CorpusPart = CorpusPart(),  # noqa: B008
     recorded: npt.NDArray[np.uint64] = NONE_RECORDED,
 ) -> Corpus:
     """Index a corpus on one rank.
@@ -362,13 +373,13 @@ def _scan(
     rows: RowFormat,
     limit: int | None,
     prompts: Sequence[str] = (),
-    part: Part = Part(),  # noqa: B008
+    part: CorpusPart = CorpusPart(),  # noqa: B008
     recorded: npt.NDArray[np.uint64] = NONE_RECORDED,
 ) -> Corpus:
     files = list_files(paths)
     rows = with_model(files, rows)
-    every = Part() if limit is not None else part
-    spans = [Span(number) for number in range(len(files))] if limit is not None else cut_spans(files, every)
+    every = CorpusPart() if limit is not None else part
+    spans = [FileSpan(number) for number in range(len(files))] if limit is not None else cut_spans(files, every)
     found = index_spans(files, spans, rows, recorded=recorded, limit=limit)
     return make_corpus(files, [found], rows, prompts=prompts, part=part, has_limit=limit is not None)
 
@@ -379,17 +390,17 @@ def make_corpus(
     rows: RowFormat,
     *,
     prompts: Sequence[str] = (),
-    part: Part = Part(),  # noqa: B008
+    part: CorpusPart = CorpusPart(),  # noqa: B008
     has_limit: bool = False,
 ) -> Corpus:
     """Join what all ranks have indexed; with a limit on documents, the part is taken of those."""
-    index = join(parts, files, part=Part() if has_limit else part, is_batch=rows.kind == "openai-batch")
+    index = join(parts, files, part=CorpusPart() if has_limit else part, is_batch=rows.kind == "openai-batch")
     if has_limit:
         index = take_part(index, part)
     return Corpus(files, index, rows, tuple(prompts), part, describe_cut(files, part))
 
 
-def take_part(index: Index, part: Part) -> Index:
+def take_part(index: Index, part: CorpusPart) -> Index:
     """Return every n-th document."""
     return index if part.parts == 1 else take(index, np.arange(part.number, len(index), part.parts))
 

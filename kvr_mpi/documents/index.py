@@ -42,10 +42,11 @@ from kvr_mpi.errors import CorpusError, UnavailableError
 
 SHA256_BYTES = 32
 UNKNOWN_ROW = -1
+AT_ONCE = 1 << 16  # numbers that are objects of Python at a time
 NONE_RECORDED: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
 
 
-class Part(NamedTuple):
+class CorpusPart(NamedTuple):
     """The part of a corpus that one task of an array processes."""
 
     number: int = 0
@@ -55,7 +56,7 @@ class Part(NamedTuple):
         return "all documents" if self.parts == 1 else f"documents.shard = '{self.number}/{self.parts}'"
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Rows of a file: those that begin from byte `start` to byte `end` (None: its end), every `parts`-th of them."""
 
     file: int
@@ -144,33 +145,33 @@ def list_files(paths: Iterable[str]) -> CorpusFiles:
     return CorpusFiles(Strings.of(path for path, _ in found), Strings.of(plain_name(name) for _, name in found), sizes)
 
 
-def cut_spans(files: CorpusFiles, part: Part = Part(), rank: int = 0, ranks: int = 1) -> list[Span]:  # noqa: B008
+def cut_spans(files: CorpusFiles, part: CorpusPart = CorpusPart(), rank: int = 0, ranks: int = 1) -> list[FileSpan]:  # noqa: B008
     """Return what a rank of a task indexes; the spans of all ranks of all tasks are the whole corpus."""
     divided = np.flatnonzero(files.sizes >= 0).tolist()
-    total, spans = int(files.sizes[divided].sum()), list[Span]()
+    total, spans = int(files.sizes[divided].sum()), list[FileSpan]()
     piece, pieces, before = part.number * ranks + rank, part.parts * ranks, 0
     low, high = total * piece // pieces, total * (piece + 1) // pieces
     for number in divided:
         size = int(files.sizes[number])
         start, end = max(low - before, 0), min(high - before, size)
         if start < end:
-            spans.append(Span(number, start, end))
+            spans.append(FileSpan(number, start, end))
         elif size == 0 and piece == 0:  # it may have become unreadable
-            spans.append(Span(number))
+            spans.append(FileSpan(number))
         before += size
     wholes = np.flatnonzero(files.sizes < 0).tolist()
     formats = [files.format(number).is_table for number in wholes]
     for is_table in (True, False):
         kind = [number for number, each in zip(wholes, formats, strict=True) if each == is_table]
         if is_table and part.parts > len(kind):
-            mine = [Span(number, 0, None, part.number, part.parts) for number in kind]
+            mine = [FileSpan(number, 0, None, part.number, part.parts) for number in kind]
         else:
-            mine = [Span(number) for number in kind[part.number :: part.parts]]
+            mine = [FileSpan(number) for number in kind[part.number :: part.parts]]
         spans += mine[rank::ranks]
     return sorted(spans)
 
 
-def describe_cut(files: CorpusFiles, part: Part) -> str:
+def describe_cut(files: CorpusFiles, part: CorpusPart) -> str:
     """Return a hash of everything on which the division of a corpus into parts depends; empty for one part."""
     if part.parts == 1:
         return ""
@@ -266,7 +267,7 @@ class Lines(NamedTuple):
 
 def index_spans(
     files: CorpusFiles,
-    spans: Sequence[Span],
+    spans: Sequence[FileSpan],
     rows: RowFormat,
     *,
     recorded: npt.NDArray[np.uint64] = NONE_RECORDED,
@@ -320,7 +321,7 @@ def index_spans(
 
 
 def _rows_of(
-    path: str, files: CorpusFiles, span: Span, rows: RowFormat, patience: float
+    path: str, files: CorpusFiles, span: FileSpan, rows: RowFormat, patience: float
 ) -> Iterator[tuple[int, int, Any]]:
     """Yield (number in the span from 1, place, row)."""
     start, end, listed = span.start, span.end, not os.path.islink(path)
@@ -357,13 +358,13 @@ def _add_text(found: _Rows, files: CorpusFiles, file: int, rows: RowFormat, *, i
     found.add(file, 0, 0, chars, document.id if document.id != name else "", is_bad=is_bad)
 
 
-def _add_file_error(found: _Rows, span: Span, error: str) -> None:
+def _add_file_error(found: _Rows, span: FileSpan, error: str) -> None:
     found.errors[len(found)] = error
     found.add(span.file, span.start, 0, 0, is_bad=True)
 
 
 def join(
-    parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, *, part: Part, is_batch: bool = False
+    parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, *, part: CorpusPart, is_batch: bool = False
 ) -> Index:
     """Join the indexes of all ranks to one in the order of the corpus, in which all ids are unique.
 
@@ -382,7 +383,7 @@ def join(
     return whole
 
 
-def _number_rows(parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, part: Part) -> None:
+def _number_rows(parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, part: CorpusPart) -> None:
     """Give rows their numbers in their files, which were counted from the start of each span."""
     before: dict[int, dict[int, int]] = {}
     for _, spans in parts:
@@ -485,7 +486,8 @@ def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
 def _hash_ids(index: Index, files: CorpusFiles) -> Iterator[int]:
     """Yield `hash_id` of all ids."""
     data, start = memoryview(index.ids.data), 0
-    for number, end in enumerate(index.ids.ends.tolist()):
+    blocks = range(0, len(index), AT_ONCE)
+    for number, end in enumerate(end for at in blocks for end in index.ids.ends[at : at + AT_ONCE].tolist()):
         yield xxhash.xxh3_64_intdigest(data[start:end]) if end > start else hash_id(index.own_id(number, files))
         start = end
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from kvr_mpi.compress.settings import CompressSettings
-from kvr_mpi.documents import Part
+from kvr_mpi.documents import CorpusPart
 from kvr_mpi.documents.chat import ChatOptions, why_not_arguments
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.plain import AS_GIB, AS_SHARE, AS_TOKENS, Strict
@@ -101,10 +101,10 @@ class DocumentsSection(Strict):
         return self.text_field or {"text": "text", "messages": "messages", "openai-batch": "body"}[self.format]
 
     @property
-    def part(self) -> Part:
+    def part(self) -> CorpusPart:
         """The part of the corpus that this job processes."""
         number, _, count = (self.shard or "0/1").partition("/")
-        return Part(int(number), int(count))
+        return CorpusPart(int(number), int(count))
 
 
 class PromptSection(Strict):

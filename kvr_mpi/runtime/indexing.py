@@ -14,14 +14,14 @@ from kvr_mpi.documents.corpus import (
     index_columns,
     index_head,
     make_corpus,
-    read_head,
+    split_head,
     take_index,
     with_model,
 )
 from kvr_mpi.documents.index import (
+    FileSpan,
     Index,
     Lines,
-    Span,
     check_not_empty,
     cut_spans,
     index_spans,
@@ -65,7 +65,7 @@ def index_job(spec: JobSpec, world: Transport, log: Log, folder: Path, *, is_new
     files, limit = empty.files, spec.documents.limit
     spans = cut_spans(files, empty.part, world.rank, world.size)
     if limit is not None:  # one rank reads until there are enough
-        spans = [] if world.rank else [Span(number) for number in range(len(files))]
+        spans = [] if world.rank else [FileSpan(number) for number in range(len(files))]
     found = together(world, lambda: index_spans(files, spans, empty.rows, recorded=recorded, limit=limit))
     parts = world.gather(_to_bytes(*found))
     del found
@@ -124,5 +124,5 @@ def _to_bytes(index: Index, lines: Sequence[Lines]) -> bytes:
 
 
 def _from_bytes(data: bytes) -> tuple[Index, list[Lines]]:
-    head, view = read_head(bytearray(data))
+    head, view = split_head(bytearray(data))
     return take_index(head["index"], Blocks(view)), [Lines(*one) for one in head["lines"]]

@@ -75,7 +75,7 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Numbers, ranks: JobRanks
     Every rank calls this, with the same documents, and gets the same shares; rank 0 makes the plan.
     """
     world, lanes = ranks.world, ranks.lane.size
-    is_bad = np.fromiter((corpus.is_bad(number) for number in todo.tolist()), bool, len(todo))
+    is_bad = corpus.bad_among(todo)
     unreadable, todo = todo[is_bad].tolist(), todo[~is_bad]
     if prepared.costs is None or not prepared.spec.planned:
         topology = lay_out(prepared.spec, world.size).by_group

@@ -36,7 +36,7 @@ def check_stored_size(setup: JobSetup, corpus: Corpus, todo: npt.NDArray[np.int6
 
     Raises `OutputError` if there is not enough free space, or the folder no longer exists.
     """
-    good = [number for number in todo.tolist() if not corpus.is_bad(number)]
+    good = todo[~corpus.bad_among(todo)].tolist()
     texts = [corpus.read(number).text[:SAMPLED_CHARS] for number in good[:: max(1, len(good) // SAMPLED)]]
     tokens = sum(len(encode_text(setup.loaded.tokenizer, text)) for text in texts)
     chars = sum(map(len, texts))

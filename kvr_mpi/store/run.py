@@ -37,7 +37,7 @@ from kvr_mpi.disk import (
     replacing,
     retried,
 )
-from kvr_mpi.documents import Corpus, Part
+from kvr_mpi.documents import Corpus, CorpusPart
 from kvr_mpi.documents.index import hash_id
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, Say, UnavailableError, counted
@@ -211,7 +211,7 @@ class RunFile:
 
     identity: dict[str, Any]
     job: str
-    part: Part
+    part: CorpusPart
     cut: str
     documents: int
     gone: frozenset[str]
@@ -232,7 +232,7 @@ def read_run_file(folder: Path) -> RunFile | None:
             else:
                 documents, cut = operator.index(stored["documents"]), str(stored["cut"])
             if 0 <= first < step and documents >= 0:
-                return RunFile(stored["identity"], str(stored["job"]), Part(first, step), cut, documents, gone)
+                return RunFile(stored["identity"], str(stored["job"]), CorpusPart(first, step), cut, documents, gone)
     return None
 
 

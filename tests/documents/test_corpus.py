@@ -18,7 +18,7 @@ import pytest
 from made_corpora import write_gzip, write_lines
 
 import kvr_mpi.documents.files as files_module
-from kvr_mpi.documents import Corpus, Part, RowFormat, formats, read_corpus, scan_corpus
+from kvr_mpi.documents import Corpus, CorpusPart, RowFormat, formats, read_corpus, scan_corpus
 from kvr_mpi.documents.corpus import make_corpus
 from kvr_mpi.documents.index import cut_spans, hash_id, index_spans, list_files
 from kvr_mpi.documents.rows import DEFAULT_ROWS
@@ -145,7 +145,7 @@ def test_every_document_is_in_one_part_and_indexed_by_one_rank(tmp_path: Path, p
     wanted = write_tables(tmp_path / "c")
     files, found = list_files([str(tmp_path / "c")]), list[str]()
     for number in range(parts):
-        part = Part(number, parts)
+        part = CorpusPart(number, parts)
         pieces = [index_spans(files, cut_spans(files, part, rank, ranks), DEFAULT_ROWS) for rank in range(ranks)]
         corpus = make_corpus(files, pieces, DEFAULT_ROWS, part=part)
         assert [corpus.read(n).id for n in range(len(corpus))] == [*corpus.ids()]
@@ -159,12 +159,12 @@ def test_rows_without_ids_have_the_same_ones_whoever_indexed_them(tmp_path: Path
     rows = [b"{broken", b"", *(json.dumps({"text": f"text {n}" * n}).encode() for n in range(1, 40)), b"[1]"]
     file = write_lines(tmp_path / "a.jsonl", *rows)
     files = list_files([str(file)])
-    pieces = [index_spans(files, cut_spans(files, Part(), rank, ranks), DEFAULT_ROWS) for rank in range(ranks)]
+    pieces = [index_spans(files, cut_spans(files, CorpusPart(), rank, ranks), DEFAULT_ROWS) for rank in range(ranks)]
     corpus = make_corpus(files, pieces, DEFAULT_ROWS)
     assert [*corpus.ids()] == [f"a.jsonl:{n}" for n, row in enumerate(rows, 1) if row]
     assert "line 1 of" in str(corpus.read(0).error) and "line 42 of" in str(corpus.read(40).error)
     # The tasks of an array do not know how many rows come before theirs.
-    ids = [name for n in range(3) for name in scan_corpus([str(file)], part=Part(n, 3)).ids()]
+    ids = [name for n in range(3) for name in scan_corpus([str(file)], part=CorpusPart(n, 3)).ids()]
     assert len(set(ids)) == 41 and all("@" in name for name in ids)
 
 
@@ -188,7 +188,7 @@ def test_a_hundred_tasks_read_the_corpus_once(tmp_path: Path, monkeypatch: pytes
 
     real = formats.open_regular
     monkeypatch.setattr(formats, "open_regular", lambda path, **how: Counts(real(path, **how).detach()))
-    count = sum(len(scan_corpus([str(tmp_path)], part=Part(n, 100))) for n in range(100))
+    count = sum(len(scan_corpus([str(tmp_path)], part=CorpusPart(n, 100))) for n in range(100))
     assert count == 4300
     assert size <= read[0] < 1.1 * size, "texts are read by those who answer them"
 
@@ -199,7 +199,7 @@ def test_a_million_rows_need_little_memory(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("w") as stream:
         stream.writelines(f'{{"id": "document-{n:07d}", "text": "words"}}\n' for n in range(count))
     files = list_files([str(tmp_path)])
-    pieces = [index_spans(files, cut_spans(files, Part(), rank, 4), DEFAULT_ROWS) for rank in range(4)]
+    pieces = [index_spans(files, cut_spans(files, CorpusPart(), rank, 4), DEFAULT_ROWS) for rank in range(4)]
     tracemalloc.start()
     try:
         corpus = Corpus.from_bytes(make_corpus(files, pieces, DEFAULT_ROWS).to_bytes())
