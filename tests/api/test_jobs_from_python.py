@@ -22,7 +22,7 @@ import kvr_mpi
 from kvr_mpi import KvrError, open_results
 from kvr_mpi.api.jobs import read_job
 from kvr_mpi.cli import group
-from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, DataError, MissingError, OutputError
+from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, DataError, MissingError
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -52,9 +52,9 @@ def test_a_job_is_run_and_its_results_opened(job: dict[str, Any]) -> None:
     record, kv = found["doc-1.txt"], found.kv("doc-1.txt")
     assert kv.token_ids is not None and len(kv.token_ids) == record.prompt_tokens + record.new_tokens - 1
     assert kv.layers[0][0].shape == (len(kv.token_ids), 2, 8)
-    with pytest.raises(OutputError, match="holds 1 result file"):
-        kvr_mpi.run(job, comm=LocalTransport())
-    assert kvr_mpi.run(job, comm=LocalTransport(), resume=True).exit_code == EXIT_BAD_DATA
+    for resume in (False, True):
+        assert kvr_mpi.run(job, comm=LocalTransport(), resume=resume).exit_code == EXIT_BAD_DATA
+    assert [one.finished_at for one in outcome.open()] == [one.finished_at for one in found]
     spec = read_job(job)
     with pytest.raises(ConfigError, match="has been read already"):
         read_job(spec, ["generation.max_new_tokens=3"])
