@@ -149,8 +149,8 @@ def schema() -> str:
             _drawing(volumes),
             "Lines of a log:",
             _drawing(log),
-            "A record:",
-            _drawing(record),
+            "A record; `pieces`, in lines only, has the ids of its keys and values:",
+            _fields(record.MEANINGS),
             "Keys and values, with `output.kv`:",
             _drawing(kv),
         ]
@@ -210,6 +210,13 @@ def _drawing(module: ModuleType) -> str:
     found = re.search(r"^(?: {4}.*\n+)+", module.__doc__ or "", re.MULTILINE)
     assert found is not None, f"{module.__name__}: its docstring draws nothing"
     return _block(textwrap.dedent(found[0]).replace("``", ""))
+
+
+def _fields(meanings: Mapping[str, str]) -> str:
+    """List fields and their meanings."""
+    width = max(map(len, meanings)) + 2
+    lines = [f"{name:{width}}{what}".rstrip() for name, what in meanings.items()]
+    return _block("\n".join(textwrap.fill(line, 75, subsequent_indent=width * " ") for line in lines))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,50 +1,13 @@
 """The record of one document, as it is stored and shown.
 
-    id, status       status is "done" or "error"
-    error            why the document failed; if it begins with "cannot be read
-                     now: ", the next start of the job tries it again
-    document, question    of ``kvr ask`` and of several prompts
-    columns          fields of the document's row, as JSON
-    answer, token_ids     its text, and its tokens
-    pieces           ids of its keys and values, in lines only
-    slices           bounds of the prompt over the ranks (ranks + 1); of a
-                     split text, of the prompt that combines its parts
-    document_sha256  hash of the document's text and of the other fields of its
-                     row that were used
-    prompt_sha256
-    prompt_tokens    length of the prompt
-    computed_tokens  tokens of the prompt that were computed; the others' keys
-                     and values existed already
-    text_tokens      tokens of the document's text in the prompt
-    dropped_tokens   tokens of the text cut from a prompt that was too long
-    new_tokens, finish_reason, strategy, parts, finished_at
-    ttft_s, prefill_tokens_per_s, wait_s, decode_s
-    rank_s           seconds of all ranks: its prefill, and its share of its
-                     decode steps
-    joules           its share of the run's energy, by rank_s; only if measured
-    compression      method and settings; empty: nothing was dropped
-    retained_tokens, retained_bytes    what compression kept
-    cache            of a rolling cache: what it held, and whether that is
-                     exact
-    kernels          hardware, dtype and kernels that the answer may depend
-                     on; absent for float32 on CPUs
-    logprobs         natural log-probabilities of token_ids; null: minus
-                     infinity
-    top_tokens, top_logprobs    the most likely tokens at each position
-                     (tokens * top, flat)
-    token_texts      the texts of all these tokens, by id (JSON)
-    samples          all answers, if n > 1 (a list of JSON objects); answer is
-                     the first of them
-    scores           of given continuations (a list of JSON objects)
-
-Fields in `ASKED_FOR` are only there if a job asked for them.
+`Record` is its only definition: lines of logs, tables of exports and the documentation are made from its fields.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import UTC, datetime
 from math import inf, isfinite, nan
 from typing import Annotated, Any, Literal, TypeVar
@@ -56,66 +19,71 @@ from kvr_mpi.plain import Strict, explain, read_plain
 
 J = TypeVar("J", dict[str, Any], list[dict[str, Any]])
 STATUSES = ("done", "error")
-# Fields at the beginning of a record's line, before the pieces, and the text after the pieces.
-HEAD, HEAD_END = ("id", "status", "error", "finished_at", "document_sha256"), b', "document": '
-# Omitted from the line if empty.
-ASKED_FOR = (
-    "logprobs",
-    "top_tokens",
-    "top_logprobs",
-    "token_texts",
-    "scores",
-    "samples",
-    "cache",
-    "text_tokens",
-    "kernels",
-    "rank_s",
-    "joules",
-)
-OF_RUN = "joules"  # never written: computed from the run's energy, which may still grow
+HEAD_END = b', "document": '  # what follows the head of a record's line
+
+
+def stored(what: str, default: Any = MISSING, *, if_asked: bool = False, is_written: bool = True) -> Any:
+    """Define a field of a record.
+
+    what : its meaning, for the documentation; empty: the name says it.
+    if_asked : lines leave it out if it is empty, since it is only there if a job asked for it.
+    is_written : False if it is computed when the record is read.
+    """
+    return field(default=default, metadata={"what": what, "if_asked": if_asked, "is_written": is_written})
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """The result of one document."""
 
-    id: str
-    status: str  # "done" or "error"
-    document: str = ""  # id of the document that a question is about; ``id`` is then the question's
-    question: str = ""
-    error: str = ""
-    columns: str = ""  # requested columns of the document's row: a JSON object, or empty
-    answer: str = ""
-    token_ids: tuple[int, ...] = ()
-    slices: tuple[int, ...] = ()  # of the prompt that gave the answer; for a split text, of the last prompt
-    logprobs: tuple[float, ...] = ()  # of token_ids, if requested: before temperature, penalties and the like
-    top_tokens: tuple[int, ...] = ()  # the likeliest tokens at each position, in order; flat
-    top_logprobs: tuple[float, ...] = ()
-    token_texts: str = ""  # of all these tokens: a JSON object, or empty
-    scores: str = ""  # of given continuations: a JSON list, or empty
-    samples: str = ""  # all answers, if there is more than one: a JSON list, or empty
-    document_sha256: str = ""
-    prompt_sha256: str = ""
-    prompt_tokens: int = 0
-    computed_tokens: int = 0  # tokens of the prompt that were computed; the others' keys and values existed already
-    text_tokens: int = 0  # tokens of the document's text, in all its prompts
-    dropped_tokens: int = 0  # tokens of the text that were cut off because the prompt was too long
-    new_tokens: int = 0
-    finish_reason: str = ""
-    strategy: str = ""
-    ttft_s: float = 0.0  # from the chain's start on this prompt to its first token
-    prefill_tokens_per_s: float = 0.0
-    wait_s: float = 0.0  # part of ttft_s in which the last rank waited for keys and values
-    decode_s: float = 0.0  # from its first token to its last, with waits for its wave; of parts, the longest counts
-    rank_s: float = 0.0  # over all ranks; a packed prompt or a decode step is charged by the document's share
-    joules: float = 0.0  # the run's energy in proportion to rank_s; 0: not known
-    parts: int = 1  # number of prompts: more than one if the text was split
-    compression: str = ""  # method that dropped keys and values before decoding; empty: none, the answer is exact
-    retained_tokens: float = 0.0  # tokens that a KV head kept on average, with compression or a rolling cache
-    retained_bytes: int = 0  # keys and values retained, over all layers
-    cache: str = ""  # the rolling cache, and whether the answer is exact with it; empty: it held all tokens
-    kernels: str = ""  # GPU or processor, dtype and kernels that the answer may depend on; empty: float32 on CPUs
-    finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    id: str = stored("of the document, or of the answer to a question about it: DOCUMENT#NAME")
+    status: str = stored("done or error")
+    document: str = stored("id of the document that a question is about", "")
+    question: str = stored("of kvr ask, and of several prompts", "")
+    error: str = stored("why it failed; after 'cannot be read now: ', the next start of the job tries it again", "")
+    columns: str = stored("requested fields of the document's row (JSON)", "")
+    answer: str = stored("its text", "")
+    token_ids: tuple[int, ...] = stored("tokens of the answer", ())
+    slices: tuple[int, ...] = stored("bounds of the prompt over the ranks (ranks + 1); the last prompt's, if split", ())
+    logprobs: tuple[float, ...] = stored(
+        "natural log-probabilities of token_ids, before temperature and penalties; null: minus infinity",
+        (),
+        if_asked=True,
+    )
+    top_tokens: tuple[int, ...] = stored("most likely tokens at each position (tokens * top, flat)", (), if_asked=True)
+    top_logprobs: tuple[float, ...] = stored("of these", (), if_asked=True)
+    token_texts: str = stored("texts of all these tokens, by id (JSON)", "", if_asked=True)
+    scores: str = stored("of given continuations (JSON list of objects)", "", if_asked=True)
+    samples: str = stored("all answers, if n > 1 (JSON list of objects); answer is the first", "", if_asked=True)
+    document_sha256: str = stored("hash of the document's text and of the other fields of its row that were used", "")
+    prompt_sha256: str = stored("hash of the prompt's token ids", "")
+    prompt_tokens: int = stored("length of the prompt", 0)
+    computed_tokens: int = stored("tokens of it that were computed; the others' keys and values existed already", 0)
+    text_tokens: int = stored("tokens of the document's text, in all its prompts", 0, if_asked=True)
+    dropped_tokens: int = stored("tokens of the text cut from a prompt that was too long", 0)
+    new_tokens: int = stored("", 0)
+    finish_reason: str = stored("", "")
+    strategy: str = stored("", "")
+    ttft_s: float = stored("from the chain's start on this prompt to its first token", 0.0)
+    prefill_tokens_per_s: float = stored("", 0.0)
+    wait_s: float = stored("part of ttft_s in which the last rank waited for keys and values", 0.0)
+    decode_s: float = stored("from the first token to the last; of parts, the longest", 0.0)
+    rank_s: float = stored("seconds of all ranks: its prefill, and its share of its decode steps", 0.0, if_asked=True)
+    joules: float = stored(
+        "its share of the run's energy, by rank_s; only if measured", 0.0, if_asked=True, is_written=False
+    )
+    parts: int = stored("number of prompts: more than one if the text was split", 1)
+    compression: str = stored("method and settings; empty: nothing was dropped", "")
+    retained_tokens: float = stored("tokens that a KV head kept on average", 0.0)
+    retained_bytes: int = stored("keys and values that were kept, over all layers", 0)
+    cache: str = stored("of a rolling cache: what it held, and whether that is exact", "", if_asked=True)
+    kernels: str = stored(
+        "hardware, dtype and kernels that the answer may depend on; empty: float32 on CPUs", "", if_asked=True
+    )
+    finished_at: str = field(
+        default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"),
+        metadata={"what": "ISO 8601, UTC", "if_asked": False, "is_written": True},
+    )
 
     def as_dict(self) -> dict[str, Any]:
         """Fields as plain values."""
@@ -196,6 +164,9 @@ class Record:
 
 # Types of a record's fields, by name.
 KINDS = {spec.name: str(spec.type) for spec in fields(Record)}
+MEANINGS = {spec.name: str(spec.metadata["what"]) for spec in fields(Record)}
+ASKED_FOR = tuple(spec.name for spec in fields(Record) if spec.metadata["if_asked"])
+WRITTEN = tuple(spec.name for spec in fields(Record) if spec.metadata["is_written"])
 ARRAYS = tuple(name for name, kind in KINDS.items() if kind.startswith("tuple"))
 REALS = tuple(name for name in ARRAYS if "float" in KINDS[name])
 LONG = (*ARRAYS, "answer", "token_texts", "scores", "samples")  # arrays, and texts that may be long
@@ -212,9 +183,8 @@ def _finite(value: Any) -> Any:
 
 def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
     """Return the values of a record's line in the log; `pieces` are the ids of its keys and values."""
-    values = {
-        name: value for name, value in record.as_dict().items() if name != OF_RUN and (value or name not in ASKED_FOR)
-    }
+    plain = record.as_dict()
+    values = {name: plain[name] for name in WRITTEN if plain[name] or name not in ASKED_FOR}
     values |= {name: _finite(value) for name, value in values.items() if name in REALS or isinstance(value, float)}
     return {**{name: values[name] for name in HEAD}, "pieces": list(pieces), **values}
 
@@ -229,6 +199,9 @@ class RecordHead:
     finished_at: str
     pieces: tuple[str, ...]
     document_sha256: str | None = None
+
+
+HEAD = tuple(spec.name for spec in fields(RecordHead) if spec.name in KINDS)
 
 
 def read_head(line: bytes) -> RecordHead:

@@ -23,7 +23,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.hdf5 import group_in, type_name
 from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues, PieceWriter, StoredPiece, open_kv, read_head_rows
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.record import ASKED_FOR, KINDS, OF_RUN, REALS, Record
+from kvr_mpi.store.record import ASKED_FOR, KINDS, REALS, Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
 from kvr_mpi.store.volumes import KV, SCHEMA, SCHEMA_VERSION, create_volume, open_volume
@@ -53,7 +53,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "tuple[int, ...]": st.lists(INT64, max_size=6).map(tuple),
     "tuple[float, ...]": st.lists(st.floats(), max_size=6).map(tuple),
 }
-GIVEN = {"id": ID, "status": st.sampled_from(["done", "error"]), OF_RUN: st.just(0.0)}
+GIVEN = {"id": ID, "status": st.sampled_from(["done", "error"]), "joules": st.just(0.0)}
 RECORD = st.builds(Record, **{name: GIVEN.get(name, VALUES[kind]) for name, kind in KINDS.items()})
 Layers = list[tuple[torch.Tensor, torch.Tensor] | None]
 
