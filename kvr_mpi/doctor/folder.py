@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import time
 import uuid
@@ -40,7 +38,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> list[Finding]:
-    """Check locks, writing and space; a hanging file system blocks this call."""
+    """Check writing and space; a hanging file system blocks this call."""
     folder = existing_folder(path)
     text = str(folder) if folder == path.absolute() else f"{folder} ({path} does not exist yet)"
     stem = f".kvr-doctor-{uuid.uuid4().hex}"
@@ -55,7 +53,6 @@ def check_folder(path: Path) -> list[Finding]:
         return [fail("folder", f"{text}: an HDF5 file read back differs from what was written", remedy)]
     return [
         ok("folder", f"{text}: HDF5 file written, fsynced, renamed and read back"),
-        check_locking(folder),
         check_space(folder),
     ]
 
@@ -70,21 +67,6 @@ def write_and_read(folder: Path, stem: str) -> bool:
             return bool(np.array_equal(file["values"][()], values))
     finally:
         path.unlink(missing_ok=True)
-
-
-def check_locking(folder: Path) -> Finding:
-    """Check that flock works, which HDF5 uses."""
-    path = folder / f".kvr-doctor-{uuid.uuid4().hex}.lock"
-    handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        remedy = "export HDF5_USE_FILE_LOCKING=FALSE, and never let two jobs write to the same folder"
-        return warn("locking", f"{folder} does not support file locks ({error.strerror})", remedy)
-    finally:
-        os.close(handle)
-        path.unlink(missing_ok=True)
-    return ok("locking", "file locks work")
 
 
 def check_space(folder: Path) -> Finding:

@@ -99,7 +99,7 @@ def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
 
 def test_folder(tmp_path: Path) -> None:
     findings = folder.check_folder(tmp_path)
-    assert [one.check for one in findings] == ["folder", "locking", "space"]
+    assert [one.check for one in findings] == ["folder", "space"]
     assert findings[0].status == "ok"
     assert "does not exist yet" in folder.check_folder(tmp_path / "new" / "run")[0].found
     assert not list(tmp_path.iterdir()), "nothing is left behind"
