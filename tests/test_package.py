@@ -128,7 +128,7 @@ NAMES = {
     "__version__": None,
     "open_results": ["paths", "verify", "partial"],
     "plan": ["job", "ranks", "hardware", "settings"],
-    "run": ["job", "settings", "comm", "overwrite", "resume", "extend", "retry_failed", "time_limit"],
+    "run": ["job", "settings", "comm", "overwrite", "resume", "retry_failed", "time_limit"],
     "simulate": ["model", "hardware", "ranks", "contexts", "link_gigabytes_per_s"],
 }
 METHODS = {

@@ -23,6 +23,7 @@ class PyKvrMpi(PythonPackage):
     variant("json", default=False, description="Answers by a JSON schema")
     variant("lora", default=False, description="LoRA adapters")
     variant("parquet", default=True, description="Documents in Parquet files")
+    variant("zstd", default=False, description="Documents in .zst files")
 
     depends_on("python@3.11:3.13", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
@@ -30,6 +31,7 @@ class PyKvrMpi(PythonPackage):
     # mpi4py is built with the site's MPI by its own recipe.
     with default_args(type=("build", "run")):
         depends_on("py-click@8.1:")
+        depends_on("py-fsspec@2025.5:")
         depends_on("py-h5py@3.12:")
         depends_on("py-mpi4py@4.1:")
         depends_on("py-numpy@2.0:")
@@ -45,3 +47,4 @@ class PyKvrMpi(PythonPackage):
         depends_on("py-llguidance@1.3:", when="+json")
         depends_on("py-peft@0.18:", when="+lora")
         depends_on("py-pyarrow@18:", when="+parquet")
+        depends_on("py-zstandard@0.23:", when="+zstd")
