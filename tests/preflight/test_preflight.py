@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from made_jobs import plain_job, toml_of, with_settings, write_job
 from made_tables import a_table
 
-from kvr_mpi.errors import ConfigError, KvrError, ModelError
+from kvr_mpi.errors import KvrError, ModelError
 from kvr_mpi.job import load_job
 from kvr_mpi.preflight.checks import check_job
 from kvr_mpi.tuning.table import save_table
@@ -33,8 +32,8 @@ def job(tmp_path: Path) -> Path:
     return write_job(tmp_path, text=toml_of(job))
 
 
-def check(job: Path, *settings: str, ranks: int = 2, goes_on: bool = False, offline: bool = True) -> None:
-    check_job(load_job(job, settings, {})[0], ranks, goes_on=goes_on, offline=offline)
+def check(job: Path, *settings: str, ranks: int = 2, offline: bool = True) -> None:
+    check_job(load_job(job, settings, {})[0], ranks, offline=offline)
 
 
 def refusal(job: Path, *settings: str, ranks: int = 2) -> str:
@@ -187,12 +186,11 @@ def test_some_rows_without_text_are_no_reason_to_refuse(job: Path, tmp_path: Pat
     check(job)
 
 
-def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results.h5").write_bytes(b"")
-    assert "--resume" in refusal(job)
-    check(job, goes_on=True)
-    shutil.rmtree(tmp_path / "out")
+def test_a_file_is_no_output_folder(job: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(ConfigError, match="is not a folder"):
-        check(job, goes_on=True)
+    assert "is a file; expected a folder" in refusal(job)
+
+
+def test_json_that_is_no_table_stops_the_job_before_the_model_is_loaded(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('[\n  {"id": "a", "text": "words"}\n]\n')
+    assert "jq -c" in refusal(job, f"documents.path={tmp_path / 'rows.jsonl'}")
