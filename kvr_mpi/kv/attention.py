@@ -123,7 +123,7 @@ def attend(
     """
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
         return PartialAttention(
-            *params.kernel.library.attend(query, keys, values, params.scale, causal=causal, window=window)
+            *params.kernel.attend(query, keys, values, params.scale, causal=causal, window=window)
         )
     before = keys.shape[2] - query.shape[2]
     if window is not None:

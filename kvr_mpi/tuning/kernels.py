@@ -215,7 +215,7 @@ def _gains_of(kind: Candidates, calls: Mapping[str, Sequence[Compute]], count: i
     turns = {
         way: each if count <= TURNS_ROWS else each[:1]
         for way, each in calls.items()
-        if count <= kind.most_rows.get(way, count)
+        if kind.tries(way, count)
     }
     once = {way: _seconds(each, rows, 1) for way, each in turns.items()}
     repeats = max(1, min(100, int(SAMPLE_S / max(min(once.values()), 1e-6))))
@@ -236,7 +236,7 @@ def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]], counts
         right -= {
             way
             for way in right - {PLAIN}
-            if len(rows) <= kind.most_rows.get(way, len(rows)) and not is_same(truth, calls[way][0](rows))
+            if kind.tries(way, len(rows)) and not is_same(truth, calls[way][0](rows))
         }
     return right
 
