@@ -62,6 +62,18 @@ inline Lanes power_of_two(Lanes x) {
     return (Lanes)((Bits)power + ((Bits)shifted << 23));
 }
 
+// Whether a > b in some lane.
+inline bool is_larger(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#else
+    const Bits lanes = a > b;
+    bool any = false;
+    for (int l = 0; l < LANES; ++l) any |= lanes[l] != 0;
+    return any;
+#endif
+}
+
 // The first `count` numbers in words, at most all; the others are zero.
 inline Words load_pairs(const BFloat16 *from, int64_t count) {
     Words words{};
@@ -218,10 +230,9 @@ void attend(const Shape &s, Tiles &tiles, const uint32_t *keys, const uint32_t *
             for (int64_t key = 0; key < KEYS; key += 4)
 #pragma GCC unroll 4
                 for (int64_t i = 0; i < 4; ++i)
-                    tops[i] = larger(load(scores + (key + i) * QUERIES + v * LANES), tops[i]);
+                    tops[i] = larger(tops[i], load(scores + (key + i) * QUERIES + v * LANES));
             const Lanes top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-            const Bits is_larger = top > most[v];
-            for (int l = 0; l < LANES; ++l) grew |= is_larger[l] != 0;
+            grew |= is_larger(top, most[v]);
             rescale[v] = power_of_two((most[v] - top) * by);
             totals[v] *= rescale[v];
             most[v] = top;

@@ -104,6 +104,13 @@ class PrefillAttention:
         return out, lse
 
 
+def amx_attention(library: ctypes.CDLL) -> PrefillAttention | None:
+    """Return the kernel for AMX; None if it was not compiled, or this process may not use AMX."""
+    if not hasattr(library, "kvr_amx_allowed") or not library.kvr_amx_allowed():
+        return None
+    return PrefillAttention(library, "kvr_amx_attention")
+
+
 class KernelLibrary:
     """The compiled kernels: a shared library made of `SOURCES`.
 
@@ -117,8 +124,7 @@ class KernelLibrary:
     def __init__(self, file: Path) -> None:
         library, self.identity = ctypes.CDLL(str(file)), file.parent.name
         self._tiled = PrefillAttention(library, "kvr_attention")
-        has_amx = hasattr(library, "kvr_amx_allowed") and library.kvr_amx_allowed()
-        self.amx = PrefillAttention(library, "kvr_amx_attention") if has_amx else None
+        self.amx = amx_attention(library)
         self._decode, self._piece = library.kvr_decode_attention, int(library.kvr_decode_piece())
         self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 3 + [ctypes.c_int64]
         self.multiple = int(library.kvr_attention_multiple())

@@ -212,11 +212,7 @@ def measure_gains(kinds: Sequence[Candidates]) -> Gains:
 def _gains_of(kind: Candidates, calls: Mapping[str, Sequence[Compute]], count: int) -> dict[str, float]:
     """Return the speed-up of each implementation at a number of rows; for `PLAIN` the best time in seconds."""
     rows = kind.rows(count)
-    turns = {
-        way: each if count <= TURNS_ROWS else each[:1]
-        for way, each in calls.items()
-        if kind.tries(way, count)
-    }
+    turns = {way: each if count <= TURNS_ROWS else each[:1] for way, each in calls.items() if kind.tries(way, count)}
     once = {way: _seconds(each, rows, 1) for way, each in turns.items()}
     repeats = max(1, min(100, int(SAMPLE_S / max(min(once.values()), 1e-6))))
     times: dict[str, list[float]] = {way: [] for way in turns}
@@ -234,9 +230,7 @@ def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]], counts
     for rows in map(kind.rows, counts):
         truth = calls[PLAIN][0](rows)
         right -= {
-            way
-            for way in right - {PLAIN}
-            if kind.tries(way, len(rows)) and not is_same(truth, calls[way][0](rows))
+            way for way in right - {PLAIN} if kind.tries(way, len(rows)) and not is_same(truth, calls[way][0](rows))
         }
     return right
 

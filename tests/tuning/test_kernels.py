@@ -188,8 +188,8 @@ def with_row(way: str, row: list[Any]) -> Any:
     "harm",
     [
         lambda kept: kept | {"gains": {}},
-        lambda kept: kept | {"gains": kept["gains"] | {"other": {"prepacked": [2.0] * 4}}},
-        *(with_row("prepacked", row) for row in ([2.0] * 3, [-1.0] * 4, [1e300] * 4, ["2"] * 4)),
+        lambda kept: kept | {"gains": kept["gains"] | {"other": {PREPACKED: [2.0] * 4}}},
+        *(with_row(PREPACKED, row) for row in ([2.0] * 3, [-1.0] * 4, [1e300] * 4, ["2"] * 4)),
         with_row("elsewhere", [2.0] * 4),
         lambda kept: kept | {"rows": [1, 2, 3, 4]},
         lambda kept: kept | {"holds_for": "another processor"},
@@ -225,7 +225,9 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     with monkeypatch.context() as patched:
         patched.setattr(Product, "__call__", wrong)
         said = choose(loaded, tmp_path)
-    assert len(said) == len(find_products(loaded.model)) + 1 and "prepacked is not used: its results differ" in said[1]
+    assert (
+        len(said) == len(find_products(loaded.model)) + 1 and f"{PREPACKED} is not used: its results differ" in said[1]
+    )
     assert kernel_bytes(loaded.model) == 0 and not kernels_of(loaded.model)
     check_chain(loaded)
     assert choose(loaded, tmp_path) == said[1:] and not kernels_of(loaded.model)
