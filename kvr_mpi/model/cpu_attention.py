@@ -1,9 +1,9 @@
 """Attention on CPUs with our own kernels, where they are faster than torch's.
 
 torch's flash attention multiplies blocks with general matrix products. Our prefill kernel keeps a tile of queries in
-registers and computes little above the diagonal (``tiled_attention.cpp``); another one computes bfloat16 with AMX, where
-a processor has it and the operating system permits it (``amx_attention.cpp``). Our decode kernel reads keys and values
-once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels are compiled once per processor
+registers and computes little above the diagonal (``tiled_attention.cpp``). Another one computes bfloat16 with AMX, if
+the processor has it and the operating system permits it (``amx_attention.cpp``). Our decode kernel reads keys and
+values once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels are compiled once per processor
 (`tuning.compiled_attention`), and used for the numbers of queries at which they were measured to be faster
 (`tuning.kernels`). Without a compiler, torch's attention is used.
 """

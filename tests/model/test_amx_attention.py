@@ -23,7 +23,7 @@ from models import COMMON, prompt, random_model
 
 from kvr_mpi.model import probe_shape
 from kvr_mpi.model.cpu_attention import AMX, SOURCES, CpuAttention, KernelLibrary, PrefillAttention, amx_attention
-from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, always, forget_kernels, give_kernel, name_ways
+from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, always, forget_kernels, name_ways
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.transport.local import LocalTransport
