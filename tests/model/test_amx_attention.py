@@ -235,7 +235,9 @@ def test_chains_with_it_equal_plain_transformers(
         patched.setattr(kernels, "measure_gains", measure)
         kernels.choose_kernels(loaded, LocalTransport(), 1 << 34, tmp_path, lambda line: None)
     try:
-        assert "AMX tiles and torch for attention" in name_ways(loaded.model)
+        with monkeypatch.context() as patched:
+            patched.setattr("kvr_mpi.model.kernels.uses_onednn", lambda dtype: dtype == torch.bfloat16)
+            assert name_ways(loaded.model) == "AMX tiles and torch for attention, oneDNN for products"
         assert check_chain(loaded)
         assert vars(loaded.model).get(ATTENTION_SLOT) is not None, "the check has not dropped it"
         after = chain(loaded, prompt(200), (0, 101, 200), reserve=12)
