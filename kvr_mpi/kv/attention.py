@@ -122,9 +122,7 @@ def attend(
     The last query is aligned with the last key.
     """
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
-        return PartialAttention(
-            *params.kernel.library.attend(query, keys, values, params.scale, causal=causal, window=window)
-        )
+        return PartialAttention(*params.kernel.attend(query, keys, values, params.scale, causal=causal, window=window))
     before = keys.shape[2] - query.shape[2]
     if window is not None:
         if takes_flash(query, values, params):

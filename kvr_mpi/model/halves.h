@@ -4,10 +4,6 @@
 
 #include "lanes.h"
 
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 struct BFloat16 {
     uint16_t bits;
 };

@@ -98,11 +98,27 @@ def forget_kernels(model: torch.nn.Module) -> bool:
 
 
 def name_ways(model: torch.nn.Module) -> str:
-    """Name the implementations that a model's attention and linear layers may use, other than plain torch."""
-    found = {"attention": {PLAIN}, "products": {PLAIN}}
-    for kernel in kernels_of(model).values():
-        found["attention" if kernel.slot == ATTENTION_SLOT else "products"].update(kernel.ways)
-    return "; ".join(f"{what}: {', '.join(sorted(ways))}" for what, ways in found.items())
+    """Name the implementations that attention and linear layers use, such as "AMX tiles for attention".
+
+    Those for many rows come first.
+    """
+    found: dict[str, dict[str, None]] = {"attention": {}, "products": {}}
+    for module in model.modules():
+        kernel = _KERNELS.get(module)
+        if kernel is not None and kernel.slot == ATTENTION_SLOT:
+            found["attention"] |= dict.fromkeys("torch" if way == PLAIN else way for way in reversed(kernel.ways))
+        elif isinstance(module, torch.nn.Linear):
+            plain = "oneDNN" if uses_onednn(module.weight.dtype) else "torch"
+            ways = always(PLAIN) if kernel is None else kernel.ways
+            found["products"] |= dict.fromkeys(plain if way == PLAIN else way for way in reversed(ways))
+    return ", ".join(f"{' and '.join(ways or ('torch',))} for {what}" for what, ways in found.items())
+
+
+def uses_onednn(dtype: torch.dtype) -> bool:
+    """Whether torch computes products of this 16-bit dtype with oneDNN on this processor."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    asks = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)  # some builds of torch lack these operators
+    return asks is not None and bool(asks())
 
 
 @contextmanager

@@ -6,6 +6,10 @@
 #include <cmath>
 #include <cstdint>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #else
@@ -20,7 +24,17 @@ typedef int32_t Bits __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 static inline Lanes load(const float *from) { return *reinterpret_cast<const Lanes *>(from); }
 static inline void store(float *to, Lanes lanes) { *reinterpret_cast<Lanes *>(to) = lanes; }
 static inline Lanes fill(float value) { return value - Lanes{}; }
-static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }  // b, if one of them is NaN
+
+// b, if one of them is NaN. Compilers do not always find the instruction for that.
+static inline Lanes larger(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (Lanes)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // 2^x for x <= 0, relative error 2e-7: the nearest integer becomes the exponent, a polynomial computes the rest. NaN
 // stays NaN. Two vectors at once, since each operation depends on the one before.
