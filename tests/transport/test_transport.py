@@ -52,6 +52,13 @@ def test_messages_arrive_while_the_sender_computes_even_without_cma(mpirun: Any,
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize(("limit_s", "code"), [("2", 69), ("0", 0)])
+def test_a_stopped_rank_ends_the_job_and_a_late_one_does_not(mpirun: Any, limit_s: str, code: int) -> None:
+    run = mpirun(3, [sys.executable, PROGRAMS / "hanging_rank.py", limit_s], timeout_s=60)
+    assert run.returncode == code, run.stderr
+    assert ("rank 2: rank 1 has shown no sign of life" in run.stderr) == bool(code)
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_threads_keep_them_too(size: int) -> None:
     run_local(size, keep_promises)
