@@ -16,12 +16,14 @@ exit. If transfers are still in progress then, after a failure, groups are abort
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
@@ -31,8 +33,9 @@ from kvr_mpi.transport.collectives import in_float32
 if TYPE_CHECKING:
     import torch
 
-# A transfer may wait for as long as the slowest rank computes; the launcher detects dead ranks.
-TIMEOUT = timedelta(days=7)
+# After this, NCCL ends the process. The deadlines of `Forwarder` are shorter, and name the message; but a host that
+# waits for its GPU, such as for the sums of a tensor-parallel group, has no other deadline.
+TIMEOUT = timedelta(hours=2)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 PAUSE_S = 5e-5
 # How long transfers may take to end after the last rank has joined them.
@@ -249,6 +252,24 @@ def _make(store: Any, name: str, rank: int, size: int, *, sums: bool = False) ->
     return _explained(
         lambda: dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options), "starting NCCL"
     )
+
+
+def write_last_messages(rank: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Write what torch's flight recorder remembers, as NCCL does after its own timeout; return the file's name.
+
+    Nothing is written unless the recorder is on (TORCH_FR_BUFFER_SIZE) and has a file (TORCH_FR_DUMP_TEMP_FILE).
+    """
+    import torch
+
+    dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+    prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", "")
+    if dump is None or not prefix or environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return ""
+    file = Path(f"{prefix}{rank}")
+    with contextlib.suppress(OSError, RuntimeError):
+        file.write_bytes(dump())
+        return str(file)
+    return ""
 
 
 def _distributed() -> Any:

@@ -157,6 +157,25 @@ def test_memory_and_tags_are_used_again_only_after_what_used_them_is_over(by_nex
     forwarder.close()
 
 
+def test_a_message_that_does_not_come_ends_the_wait_and_is_named() -> None:
+    """With the rank, the layer and the tag; without a deadline, this rank would wait for ever."""
+
+    class Silent(LocalTransport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rank, self.size, self.local_rank, self.local_size = 1, 3, 1, 3
+
+    forwarder = Forwarder(Silent())
+    forwarder.limit_s = 0.3
+    forwarder.begin()
+    late = forwarder.receive(torch.zeros(2), 0, 83, layer=5)
+    for wait in (lambda: forwarder.wait(late), forwarder.settle):
+        with pytest.raises(TransportError, match=r"rank 1 of 3 .* layer 5 \(tag 83, 8 bytes\) from rank 0") as caught:
+            wait()
+        assert caught.value.exit_code == 69
+    forwarder.abandon()
+
+
 def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
     """A second thread asks for progress while the first one is about to start a transfer."""
     staging, started, inside = Staging(torch.device("cpu"), direct=True), list[int](), threading.Event()
