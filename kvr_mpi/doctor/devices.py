@@ -92,7 +92,8 @@ LACKS = (
     Lack(
         lambda gpu: "expandable_segments:true" in gpu.allocator.lower().replace(" ", ""),
         lambda gpu: "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
-        "unset it: such memory cannot be shared between the GPUs of a host (CUDA IPC), and no error is raised",
+        "unset it for parallel.transport = 'mpi': other processes cannot open such memory (CUDA IPC), and no error is "
+        "raised; with the other transports, kvr-mpi sets it itself",
         check="allocator",
     ),
 )

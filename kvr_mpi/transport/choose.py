@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TransportName = Literal["auto", "mpi", "staged", "nccl", "local"]
 NAMES: tuple[TransportName, ...] = get_args(TransportName)
 
+# torch's variables, of which the second is the older one.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WARM_UP_BYTES = 1 << 20
 # Streams that torch has for NCCL on a GPU. Each peer takes one per direction. Beyond that, peers share streams, and a
 # receive from one can block a send to the other: a deadlock if that peer is waiting for it.
@@ -74,8 +76,21 @@ def open_transport(
         transport = MpiTransport(world.comm, direct=name == "mpi", needs_progress=needs_progress)
         if needs_progress:
             why += "; in a background thread, since this MPI cannot copy from the memory of another process (CMA)"
+    if device.type == "cuda" and name != "mpi":
+        _expand_segments(environ)
     warm_up(transport, device, every_pair=every_pair)
     return transport, f"transport: {name}: {why}"
+
+
+def _expand_segments(environ: Mapping[str, str]) -> None:
+    """Let torch's allocator grow its segments on the GPU, so that prompts of many lengths do not fragment the memory.
+
+    Not for CUDA-aware MPI, since other processes cannot open such memory (CUDA IPC). Users' own settings have priority.
+    """
+    import torch
+
+    if torch.version.hip is None and not any(environ.get(name) for name in ALLOCATOR_SETTINGS):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool) -> tuple[TransportName, str]:

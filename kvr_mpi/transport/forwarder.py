@@ -243,7 +243,8 @@ class Forwarder:
             kind, peer, layer = first.span.kind, first.span.peer, first.span.layer
             of = f"layer {layer}" if layer >= 0 else "the status of the prompt"
             verb, side = ("from", "has not sent it") if kind == "receive" else ("to", "does not receive it")
-            what = f"{of} (tag {first.tag}, {first.tensor.nbytes:,} bytes) {verb} rank {peer}, which {side}: it hangs"
+            size = f"tag {first.tag}, {first.tensor.nbytes:,} bytes"
+            what = f"{of} ({size}) {verb} rank {peer}, which {side}: it hangs"
         rank, recorded = self.transport.rank, ""
         if self.transport.in_streams and (file := write_last_messages(rank)):
             recorded = f"; the last messages of NCCL are in {file} (torchfrtrace reads it)"

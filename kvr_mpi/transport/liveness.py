@@ -80,8 +80,8 @@ class _Heartbeat:
             if is_watched and patience.is_over():
                 self._end(
                     TransportError(
-                        f"rank {source} has shown no sign of life for {patience.waited_s:.0f} s: its process is stopped, "
-                        f"or its host does not respond; check that host, and run the job again with --resume. "
+                        f"rank {source} has shown no sign of life for {patience.waited_s:.0f} s: its process is "
+                        f"stopped, or its host does not respond; check that host, and run the job again with --resume. "
                         f"KVR_PEER_TIMEOUT sets another limit"
                     )
                 )
