@@ -249,9 +249,9 @@ class Forwarder:
         if self.transport.in_streams and (file := write_last_messages(rank)):
             recorded = f"; the last messages of NCCL are in {file} (torchfrtrace reads it)"
         return (
-            f"rank {rank} of {self.transport.size} in its chain has waited {patience.waited_s:.0f} s for {what}, or the "
-            f"link does; the logs of both ranks and `kvr doctor` may say why{recorded}. Finished documents are kept: "
-            f"--resume continues"
+            f"rank {rank} of {self.transport.size} in its chain has waited {patience.waited_s:.0f} s for {what}, or "
+            f"the link does; the logs of both ranks and `kvr doctor` may say why{recorded}. Finished documents are "
+            f"kept: --resume continues"
         )
 
     def progress(self) -> None:

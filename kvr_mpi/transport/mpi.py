@@ -18,7 +18,7 @@ from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Request, Transport, as_bytes
 from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.transport.mpi_query import CRAY_GPU, loaded_libraries, library_version, thread_level
+from kvr_mpi.transport.mpi_query import CRAY_GPU, library_version, loaded_libraries, thread_level
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 # waits for its GPU, such as for the sums of a tensor-parallel group, has no other deadline.
 TIMEOUT = timedelta(hours=2)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+# How long a rank waits for another to connect to it, which may still connect to others, or load libraries.
+CONNECT_TIMEOUT = timedelta(minutes=10)
 PAUSE_S = 5e-5
 # How long transfers may take to end after the last rank has joined them.
 END_S = 1.0
@@ -46,15 +48,11 @@ MAX_BLOCKS = 4
 
 
 class _GpuWork:
-    """A transfer on NCCL's stream, and its tensor.
+    """A transfer on NCCL's stream, and its tensor."""
 
-    end : aborts all groups if it fails, so that this rank does not wait for their streams.
-    """
-
-    def __init__(self, work: Any, tensor: torch.Tensor, end: Callable[[], object]) -> None:
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
         self._work: Any = work
         self._tensor: torch.Tensor | None = tensor
-        self._end = end
 
     def test(self) -> bool:
         work = self._work
@@ -65,13 +63,15 @@ class _GpuWork:
         return self._work is None
 
     def _check(self, work: Any) -> None:
-        """Raise the error of a failed transfer, which NCCL counts as completed."""
+        """Raise the error of a failed transfer, which NCCL counts as completed.
+
+        Groups are not aborted first: aborting them one after another can hang, while `Transport.abort` ends the job.
+        """
         try:
             failure = work.exception()
         except Exception as error:
             failure = error
         if failure is not None:
-            self._end()
             raise TransportError(
                 f"NCCL: {failure}; the rank at the other end, or its link, has failed: check the last lines of its log"
             )
@@ -93,6 +93,7 @@ class _Groups:
         import torch
 
         self.rank, self.device_type, self._store = control.rank, device.type, connect_store(control)
+        self._store.set_timeout(CONNECT_TIMEOUT)
         self.up, self.down = (_make(self._store, name, control.rank, control.size) for name in ("up", "down"))
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.under_way: deque[_GpuWork] = deque()
@@ -111,7 +112,7 @@ class _Groups:
         for _ in range(min(2, len(self.under_way))):  # two, so that the queue does not grow
             if not (earlier := self.under_way.popleft()).test():
                 self.under_way.append(earlier)
-        self.under_way.append(_GpuWork(work, tensor, self.end))
+        self.under_way.append(_GpuWork(work, tensor))
         return self.under_way[-1]
 
 

@@ -221,7 +221,7 @@ def test_segments_of_memory_grow_unless_other_processes_must_open_them(
     name: str, environ: dict[str, str], set_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(choose, "_look", lambda *given: choose._View("cuda", "a", True, "", True))
     monkeypatch.setattr(choose, "choose", lambda *given, **options: (name, "as requested"))
     monkeypatch.setattr(choose, "open_nccl", lambda world, device: world)
