@@ -258,6 +258,7 @@ def test_a_gpu_that_torch_cannot_use_stops_the_job_unless_none_is_expected(
         with pytest.raises(ModelError, match=r"CUDA 13\.0.*too old \(found version 12040\).*--index-url"):
             choose_device(name, 0)
     facts = look_at_device(0, {})
+    assert "--index-url" in facts.remedy
     assert "too old (found version 12040)" in facts.unusable and not facts.error
     assert choose_device("cpu", 0) == CPU
     for hidden in ("", "-1"):
@@ -269,3 +270,53 @@ def test_a_gpu_that_torch_cannot_use_stops_the_job_unless_none_is_expected(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(devices, "NVIDIA_DRIVER", tmp_path / "none")
     assert choose_device("auto", 0) == CPU
+
+
+def a_card(folder: Path, vendor: str, kind: str) -> None:
+    (card := folder / "card0" / "device").mkdir(parents=True)
+    (card / "vendor").write_text(f"{vendor}\n")
+    (card / "class").write_text(f"{kind}\n")
+
+
+@pytest.mark.parametrize(
+    ("simds", "card", "environ", "said"),
+    [
+        (440, None, {}, r"AMD GPU, and torch .* is not built for it.*whl/rocm"),
+        (440, None, {"ROCR_VISIBLE_DEVICES": ""}, ""),
+        (0, None, {}, ""),  # the driver is there, and only processors
+        (40, None, {}, ""),  # a laptop
+        (None, ("0x8086", "0x038000"), {}, "Intel GPU, on which kvr-mpi does not run"),
+        (None, ("0x8086", "0x030000"), {}, ""),  # a screen's
+        (None, ("0x10de", "0x038000"), {}, ""),
+    ],
+)
+def test_gpus_of_other_makers_are_not_silently_left_out(
+    simds: int | None,
+    card: tuple[str, str] | None,
+    environ: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A job on the cores would be about 100 times slower."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("NVIDIA_DRIVER", "AMD_DRIVER"):
+        monkeypatch.setattr(devices, name, tmp_path / name)
+    monkeypatch.setattr(devices, "AMD_NODES", tmp_path / "nodes")
+    monkeypatch.setattr(devices, "INTEL_CARDS", tmp_path / "drm")
+    if simds is not None:
+        (tmp_path / "AMD_DRIVER").touch()
+        for number, count in enumerate((0, simds)):
+            (tmp_path / "nodes" / str(number)).mkdir(parents=True)
+            (tmp_path / "nodes" / str(number) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {count}\n")
+    if card is not None:
+        a_card(tmp_path / "drm", *card)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if said:
+        for name in ("auto", "cuda"):
+            with pytest.raises(ModelError, match=said):
+                choose_device(name, 0)
+    else:
+        assert choose_device("auto", 0) == CPU
+    assert choose_device("cpu", 0) == CPU

@@ -369,13 +369,14 @@ def test_which_way_a_layer_goes(gpu: PretendedCuda, case: Any, way: str, monkeyp
         (256, 101_376, 64),
         (512, 166_912, 64),
         (512, 101_376, 32),
+        (128, -65_536, 64),  # AMD's, without the property
     ],
 )
 def test_blocks_fit_into_the_shared_memory_of_the_gpu(
     gpu: PretendedCuda, head_dim: int, room: int, side: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As compiled for GPUs of 80, 86 and 90 by `test_wheel`."""
-    about = SimpleNamespace(shared_memory_per_block_optin=room)
+    about = SimpleNamespace(**{"shared_memory_per_block" + "_optin" * (room > 0): abs(room)})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     options = flex._options(GPU, head_dim)
     assert (options.get("BLOCK_M"), options.get("BLOCK_N")) == (side, side)
