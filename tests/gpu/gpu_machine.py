@@ -64,7 +64,7 @@ def count_attention() -> Counter[str]:
     def counting(name: str, run: Any) -> Any:
         return lambda *given, **how: (calls.update([name]), run(*given, **how))[1]
 
-    for name in ("_attend_flash", "_attend_cudnn", "_attend_blocks", "attend_flex"):
+    for name in ("_attend_flash", "_attend_blocks", "attend_flex"):
         setattr(attention, name, counting(name.removeprefix("_attend_"), getattr(attention, name)))
     setattr(varlen, "varlen_attn", counting("varlen", varlen.varlen_attn))  # noqa: B010 - packed rows and pages
     return calls
