@@ -33,7 +33,7 @@ STEPS = (
     Step("full job", "200 documents of many lengths, little memory", "gpu_many:job_fills_memory", 120),
     Step("hanging ranks", "a rank is stopped, or killed: the job ends", "gpu_many:hanging_ranks_end_jobs", 120),
     Step("first token", "16k and 32k on one GPU, against transformers", "gpu_speed:first_token", 110),
-    Step("decode", "1, 8 and 32 sequences together", "gpu_speed:decode_together", 80),
+    Step("decode", "1, 8, 32 and 128 sequences together", "gpu_speed:decode_together", 80),
     Step("decode, group", "a tensor-parallel group of 4", "gpu_many:groups_decode", 80),
     Step("links", "every link, by the size of a message", "gpu_many:every_link", 45),
     Step("connections", "memory and seconds that NCCL takes", "gpu_many:connections_take_memory", 45),

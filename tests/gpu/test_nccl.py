@@ -133,6 +133,25 @@ def test_every_link_is_measured_by_the_size_of_a_message(
     assert found == [(size, rank) for size in sizes for rank in (0, 1)]
 
 
+def test_bfloat16_is_summed_as_it_is(gpus: PretendedCuda, network: Network) -> None:
+    """Half the traffic of float32; float16 could overflow."""
+
+    def work(ranks: NcclTransport) -> list[list[float]]:
+        ranks.barrier()
+        totals = []
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            total = gpus.put(
+                torch.full((1, 3), 40_000.0 if dtype == torch.float32 else 2.0), torch.device("cuda", ranks.rank)
+            )
+            total = total.to(dtype)
+            ranks.all_reduce(total)
+            totals.append(total.flatten().tolist())
+        return totals
+
+    assert run_on_gpus(2, network, work) == [[[4.0] * 3, [4.0] * 3, [80_000.0] * 3]] * 2
+    assert {*network.summed} == {(torch.bfloat16, 6), (torch.float32, 12)}
+
+
 def test_a_failed_transfer_is_not_taken_for_one_that_has_ended(gpus: PretendedCuda, network: Network) -> None:
     """Here of another length: a receive gets what was sent first, whatever its tag. Only an exception says so."""
 
