@@ -206,10 +206,12 @@ def _attend_in_pages(
 
     edges, used = (torch.tensor(each, dtype=torch.int32, device=query.device) for each in ([0, 1, 2], [700, 256]))
     table = torch.tensor([[2, 0, 1], [1, 0, 0]], dtype=torch.int32, device=query.device)
-    pages = [each[0, 0].reshape(-1, 256, 1, each.shape[-1]) for each in (keys, values)]
+    its_keys, its_values = (each[0, 0].reshape(-1, 256, 1, each.shape[-1]) for each in (keys, values))
     group = query[0, :4, :2].transpose(0, 1).contiguous()
     options: Any = {"return_aux": AuxRequest(lse=True), "scale": params.scale, "enable_gqa": True}
-    out, lse = varlen_attn(group, *pages, edges, edges, 1, 768, **options, seqused_k=used, block_table=table)
+    out, lse = varlen_attn(
+        group, its_keys, its_values, edges, edges, 1, 768, **options, seqused_k=used, block_table=table
+    )
     return PartialAttention(out, lse.float())
 
 

@@ -87,7 +87,7 @@ def launched_size(environ: Mapping[str, str]) -> tuple[str, int] | None:
     return None
 
 
-def connect(environ: MutableMapping[str, str] = os.environ) -> Transport:
+def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     """Connect to the other ranks of this job; without MPI or a launcher, the job has one rank.
 
     Raises `TransportError` if a launcher started several ranks but MPI sees only one (each would run the whole job), or
@@ -121,7 +121,8 @@ def connect(environ: MutableMapping[str, str] = os.environ) -> Transport:
         )
     if not MPI.Is_initialized():
         libraries = loaded_libraries()
-        if environ.get(CRAY_GPU) == "1" and not any(Path(path).name.startswith("libmpi_gtl_") for path in libraries):
+        has_layer = any(Path(path).name.startswith("libmpi_gtl_") for path in libraries)
+        if environ.get(CRAY_GPU) == "1" and not has_layer and isinstance(environ, MutableMapping):
             environ[CRAY_GPU] = (
                 "0"  # Cray MPICH would abort; the module sets 1, but mpi4py may be built without the GTL
             )
