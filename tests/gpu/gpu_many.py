@@ -229,3 +229,10 @@ def _set(settings: list[str]) -> list[str]:
 def remove_model() -> None:
     """Remove what `model_folder` has written."""
     shutil.rmtree(memory_folder(), ignore_errors=True)
+
+
+if __name__ == "__main__":  # of many ranks, one writes it (`slurm/kvr_gpu.sh`)
+    from kvr_mpi.transport.mpi import launched_rank
+
+    if launched_rank(os.environ) == 0:
+        job_of(Given(model=sys.argv[1], output=sys.argv[2]), "full", DOCUMENTS, LONGEST)
