@@ -41,6 +41,8 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`XDG_CACHE_HOME` or `~/.cache`",
         "KVR_LOCAL": "local folder on each node, in which ranks keep what they compile and convert, in a folder that "
         "only you can write to; default under SLURM: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
+        "KVR_PEER_TIMEOUT": "seconds without a sign of life from a rank, after which the job ends with code 69; "
+        "default: 600",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "

@@ -59,6 +59,9 @@ set_environment() {
     if [ -n "${KVR_LOCAL:-}" ]; then export KVR_LOCAL; fi
     # A kernel that is loaded when it is first used waits for a transfer of NCCL's, which may wait for this rank.
     export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}
+    # If NCCL hangs, each rank writes its last messages to a file in the folder of submission.
+    export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+    export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$PWD/kvr-nccl-$(job_name)-rank-}
 }
 
 # The MPI that mpi4py loads decides how srun has to introduce the ranks to each other.

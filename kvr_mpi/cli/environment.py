@@ -33,6 +33,14 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
     )
 
 
+def read_peer_timeout(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the seconds without a sign of life from a rank after which the job ends."""
+    from kvr_mpi.transport.liveness import LIMIT_S
+
+    value = environ.get("KVR_PEER_TIMEOUT", "")
+    return float(value) if value.isdecimal() and int(value) > 0 else LIMIT_S
+
+
 def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
     """Return how this process identifies itself in a lock; imports no torch."""
     from kvr_mpi.store.lock import this_process

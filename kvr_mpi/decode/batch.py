@@ -29,8 +29,8 @@ from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
 
-# Largest number of sequences that a rank decodes together: with more, reading the weights no longer dominates a step.
-MAX_SEQUENCES = 64
+# Largest number of sequences that a rank decodes together; memory usually allows fewer, except for short prompts.
+MAX_SEQUENCES = 256
 # Steps, with more prompts than fit in a row, after which rows grow again once memory was short; doubled each time it is
 # short again.
 CALM_STEPS, MOST_CALM_STEPS = 4, 1024

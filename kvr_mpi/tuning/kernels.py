@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import Say, counted
-from kvr_mpi.kv.attention import name_attention, why_no_flash3
+from kvr_mpi.kv.attention import name_attention, why_no_new_flash
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import DTYPES, HALVES, CpuAttention, KernelLibrary
 from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions
@@ -150,8 +150,8 @@ def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
     if loaded.device.type == "cuda":
         norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
         say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
-        if (why3 := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
-            say(Detail(f"FlashAttention 3 is not used: {why3}"))
+        if (why_not := why_no_new_flash(loaded.device, torch.bfloat16)) is not None:
+            say(Detail(f"FlashAttention 3 or 4 is not used: {why_not}"))
 
 
 def _known_or_measured(known: _Kept | None, kinds: Sequence[Candidates]) -> tuple[Gains, float]:

@@ -47,6 +47,12 @@ def sums_end(ranks: Transport, control: Transport, device: torch.device) -> dict
                     torch.full((FEATURES,), turn + 1.0 + ranks.rank, device=device, dtype=dtype)
                 )
                 assert total.tolist() == [2 * turn + 3.0] * FEATURES, (dtype, turn)
+    draw = torch.Generator().manual_seed(0)
+    parts = torch.randn(2, FEATURES, generator=draw).to(torch.bfloat16)
+    with tp_group.guarded():
+        total = tp_group.all_reduce(parts[ranks.rank].to(device)).float().cpu()
+    truth = parts.float().sum(0)
+    assert bool(((total - truth).abs() <= 2 * torch.finfo(torch.bfloat16).eps * parts.float().abs().sum(0)).all())
     return found | {"ms, a sum with its wait": 10 * (time.monotonic() - began)}
 
 

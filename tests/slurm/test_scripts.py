@@ -75,10 +75,12 @@ def test_what_gpus_of_two_nodes_show_is_tried_to_the_end_though_a_step_fails(tmp
     environ = {**os.environ, "KVR_SLURM_DIR": str(folder), "SLURM_JOB_ID": "7", "KVR_CTAS": "1 16"}
     script = ["bash", FOLDER / "kvr_gpu.sh", "/a b/model", "--repeats", "1"]
     run = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
-    doctor, one, sixteen, verify, first = re.findall("^(WARN .*)$", run.stdout, re.MULTILINE)
+    doctor, one, sixteen, verify, first, made, job, hangs = re.findall("^(WARN .*)$", run.stdout, re.MULTILINE)
     assert run.returncode == 1 and "exit code 1: kvr doctor" in run.stdout and doctor == "WARN all kvr doctor"
     assert one == "WARN 1 python -m benchmarks links --json runs/gpu-7/links-1.json" and sixteen.startswith("WARN 16 ")
     assert verify.startswith("WARN all kvr verify") and "path=/a b/model --set model.dtype=bfloat16" in verify
+    assert made == "WARN all python tests/gpu/gpu_many.py /a b/model runs/gpu-7" and "kvr-run runs/gpu-7/full" in job
+    assert "hanging_rank.py 10" in hangs and "a stopped rank: exit code 0" in run.stdout
     assert first.endswith("--json runs/gpu-7/first-token.json --repeats 1") and (tmp_path / "runs" / "gpu-7").is_dir()
 
 
