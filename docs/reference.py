@@ -40,15 +40,15 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or `~/.cache`",
         "KVR_LOCAL": "local folder on each node, in which ranks keep what they compile and convert, in a folder that "
-        "only you can write to; default under SLURM: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
+        "only you can write to; default in a batch job: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
         "or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores or the CPU quota",
-        "HF_HUB_OFFLINE": "1: use only local files of models, the default under SLURM; 0: ask the hub",
-        "SLURM_JOB_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; set by "
-        "SLURM or the job script",
+        "HF_HUB_OFFLINE": "1: use only local files of models, the default in a batch job; 0: ask the hub",
+        "KVR_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; default: "
+        "`SLURM_JOB_END_TIME`, set by SLURM or the job script",
         "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
         "TORCH_CPP_LOG_LEVEL": "`ERROR` unless set otherwise: torch warns about each pair of ranks that NCCL connects",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64 unless set otherwise: with 1024, memory use grows over prompts of many "
