@@ -53,7 +53,7 @@ help:
 	@echo "               (DOCUMENTS=$(DOCUMENTS)); damaged files (FILES=$(FILES)); jobs of every architecture (NAMES=bart,lfm2: of"
 	@echo "               some); torch's CUDA wheel, 5 GB; other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
 	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
-	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
+	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes and a Grid Engine host, started here; needs root, and apt if these are missing"
 	@echo "make bench NAME=first-token ARGS=\"--contexts 4k\"  a benchmark, on RANKS=$(RANKS) where it uses ranks; without NAME lists them"
 	@echo "make docs      the docs as a site, in build/docs; first writes tables from the code and from measurements"
 	@echo "make clean     remove the environment and all results"
@@ -115,7 +115,8 @@ test-gpu: $(stamp)
 
 test-slurm: $(stamp)
 	tests/slurm/install
-	$(in_venv) KVR_TEST_SLURM=1 python -m pytest tests/slurm
+	tests/gridengine/install
+	$(in_venv) KVR_TEST_SLURM=1 python -m pytest tests/slurm tests/gridengine
 
 bench: $(stamp)
 	$(in_venv) $(if $(filter $(NAME),$(on_ranks)),mpirun -n $(RANKS)) python -m benchmarks $(NAME) $(ARGS)

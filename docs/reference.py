@@ -22,6 +22,7 @@ from kvr_mpi import errors
 from kvr_mpi.cli import COMMANDS
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import MODELS, NO_EFFECT, REFUSED
+from kvr_mpi.scheduler import SCHEDULERS
 from kvr_mpi.store import kv, log, record, volumes
 
 DOCS = Path(__file__).resolve().parent
@@ -58,6 +59,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_SITE": "the site file; default: `site.sh` next to the scripts",
         "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if `kvr` is not found",
         "KVR_CONTAINER": "prefix of every command, such as `apptainer exec --nv kvr.sif`",
+        "KVR_ENVIRONMENT_FILE": "environment in one file, as for `kvr sbatch --environment-file`",
         "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the one that fits the MPI that mpi4py loads",
         "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
         "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
@@ -106,6 +108,20 @@ model.kernels model.trust_remote_code documents.shard documents.reuse prompt.ove
 generation.min_p generation.min_new_tokens cache.tokens compress.observes compress.window compress.profile
 decode.placement parallel.partition parallel.chunk_tokens parallel.memory_gib parallel.transport
 """.split()
+
+
+def schedulers() -> str:
+    """List the batch systems and the variables that they set in a job."""
+    head = ("batch system", "job", "restarts", "number in an array", "end")
+    rows = [
+        (
+            one.name,
+            ", ".join(map(_code, one.job)),
+            *(f"`{name}`" if name else "" for name in (one.restarts, one.task, one.end)),
+        )
+        for one in SCHEDULERS
+    ]
+    return _table(head, rows)
 
 
 def job_keys() -> str:
@@ -164,6 +180,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "job-keys": job_keys,
     "no-effect": no_effect,
+    "schedulers": schedulers,
     "schema": schema,
 }
 

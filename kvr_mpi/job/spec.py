@@ -65,8 +65,8 @@ class DocumentsSection(Strict):
     )
     shard: str | None = Field(
         None,
-        description="'i/n': every n-th document, starting with number i (0 to n - 1); 'task/n': i is the number of this "
-        "task in the batch system's array, and its results go to share-i-of-n in output.path",
+        description="'i/n': every n-th document, starting with number i (0 to n - 1); 'task/n': i is the number of "
+        "this task in the batch system's array, and its results go to share-i-of-n in output.path",
     )
     reuse: str | None = Field(
         None,
