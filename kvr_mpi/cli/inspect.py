@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,7 +127,18 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
     for volume in dict.fromkeys(piece.path for piece in place.pieces):
         click.echo(f"{'kv stored in':21} {volume}")
     if record.status == "done":
-        click.echo("\n" + printable(_told_whole(record).replace("\r\n", "\n")))
+        click.echo("\n" + _wrapped(printable(_told_whole(record).replace("\r\n", "\n"))))
+
+
+def _wrapped(text: str) -> str:
+    """Break lines between words at the width of the terminal; other outputs get the text as it is."""
+    if not sys.stdout.isatty():
+        return text
+    from rich.console import Console
+    from rich.text import Text
+
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line.plain.rstrip() for line in Text(text).wrap(Console(width=width), width))
 
 
 def _told_whole(record: Record) -> str:
