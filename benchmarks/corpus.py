@@ -254,7 +254,8 @@ def _seconds(run: CorpusRun) -> float:
 
 def _spec_for(spec: JobSpec, way: str) -> JobSpec:
     parallel = spec.parallel.model_copy(update={"ranks_per_chain": WAYS[way], "partition": EQUAL_TIME})
-    return spec.model_copy(update={"parallel": parallel})
+    generation = spec.generation.model_copy(update={"stop_repetition": False})  # others write all tokens, too
+    return spec.model_copy(update={"parallel": parallel, "generation": generation})
 
 
 def _ours(

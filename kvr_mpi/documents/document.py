@@ -43,6 +43,8 @@ class OwnGeneration:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     stop: tuple[str, ...] | None = None
     seed: int | None = None
     top_logprobs: int | None = None

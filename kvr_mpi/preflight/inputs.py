@@ -65,7 +65,12 @@ def identity_of(spec: JobSpec) -> dict[str, Any]:
     left_out = {"date"} if spec.prompt.template_args else {"date", "template_args"}
     identity: dict[str, Any] = {
         "prompt": spec.prompt.model_dump(exclude=left_out),
-        "generation": spec.generation.model_dump(),
+        # Newer settings appear only if they are not the default, so that older runs can be resumed.
+        "generation": {
+            name: value
+            for name, value in spec.generation.model_dump().items()
+            if name not in ("frequency_penalty", "presence_penalty", "stop_repetition") or value not in (None, True)
+        },
         "kv": spec.output.kv,
     }
     always = PASSED if spec.documents.format == "openai-batch" else ()

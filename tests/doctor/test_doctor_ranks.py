@@ -93,7 +93,10 @@ def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
     assert len(warnings) == len(words) and all(one.remedy for one in warnings)
     for word, one in zip(words, warnings, strict=True):
         assert word in one.found
-    assert "not in a SLURM job" in only(ranks.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
+    assert "not in a batch system's job" in only(ranks.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
+    pbs = {"PBS_JOBID": "12.server"}
+    assert only(ranks.check_slurm(pbs, 4, 2, NOW_S)).status == "warn"
+    assert "ends in" in only(ranks.check_slurm({**pbs, "KVR_END_TIME": str(NOW_S + 60)}, 4, 2, NOW_S)).found
     assert "restarted 2 times" in ranks.check_slurm({**JOB, "SLURM_RESTART_COUNT": "2"}, 4, 2, NOW_S)[0].found
 
 
