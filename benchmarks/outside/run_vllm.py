@@ -64,7 +64,12 @@ def answer(engine: Any, prompts: list[list[int]], new_tokens: int, ends: list[in
     from vllm import SamplingParams
 
     settings = SamplingParams(
-        temperature=0.0, max_tokens=new_tokens, logprobs=1, ignore_eos=ends is None, stop_token_ids=ends, detokenize=False
+        temperature=0.0,
+        max_tokens=new_tokens,
+        logprobs=1,
+        ignore_eos=ends is None,
+        stop_token_ids=ends,
+        detokenize=False,
     )
     began, began_cpu = time.perf_counter(), time.process_time()
     found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], settings, use_tqdm=False)

@@ -41,7 +41,7 @@ from kvr_mpi.transport.local import LocalTransport, run_local
 def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpirun: Any) -> None:
     rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     command = [sys.executable, "-m", "benchmarks", "first-token"]
-    words = ["--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2", "--roofline"]
+    words = ["--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2", "--roofline", "--dtype", "float32"]
     run = mpirun(2, [*command, *words, "--json", rows_file, "--plot", plot], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     rows = json.loads(rows_file.read_text())
