@@ -256,10 +256,10 @@ def _measure_length(
             say(f"{row.context_tokens} tokens: left out: {failure}")
             del rows[name]
             continue
-        busy = row.cold.cpu_s / row.cold.ttft_s
+        busy, engine = row.cold.cpu_s / row.cold.ttft_s, f"{name} {row.version}".strip()
         say(
-            f"{row.context_tokens} tokens: {name} {row.version}: runs in {row.runs_in}; {same} of {PROBES} first tokens "
-            f"as transformers' in float32, their log-probabilities off by {row.error:.1e}; {busy:.1f} cores kept busy"
+            f"{row.context_tokens} tokens: {engine} computes in {row.runs_in}; {same} of {PROBES} first tokens are "
+            f"those of float32, with log-probabilities off by {row.error:.1e}; {busy:.1f} cores kept busy"
         )
 
     def measure(name: str) -> StrategyRun:

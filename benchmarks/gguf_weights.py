@@ -61,7 +61,7 @@ def _write(source: Path, part: Path, form: str, dtype: str) -> None:
     for tensor in reader.tensors:
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if dtype == "bfloat16":
-            weights = torch.from_numpy(weights).bfloat16().float().numpy()
+            weights = torch.tensor(weights).bfloat16().float().numpy()
         how: dict[str, Any] = {}
         if weights.ndim > 1 and form == "f16":
             if float(np.abs(weights).max()) > LARGEST:
