@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,23 +150,12 @@ def _measure(part: Part, given: Any, ends: float) -> bool:
     words = ["--model", part.model, "--dtype", part.dtype, "--device", "cpu", "--contexts", str(tokens)]
     words += ["--strategies", ",".join([*strategies, OURS]), "--rivals", ",".join(engines)]
     words += ["--rivals-folder", str(given.rivals_folder), "--repeats", str(part.pairs)]
-    words += ["--time-limit", str(int(seconds)), *_slices(part, tokens, given.folder)]
+    words += ["--time-limit", f"{seconds // 60}:{seconds % 60:02d}", *_slices(part, tokens, given.folder)]
     rows = given.folder / f".{part.name}.rows"
     command = [mpirun, "-n", str(given.ranks), sys.executable, "-m", "benchmarks", "first-token", *words]
     _say(f"{part.name}: about {seconds} s")
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            [*command, "--json", str(rows)],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=SLOWER * part.seconds + 120,
-        )
-        code, said = done.returncode, done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, said = -1, f"it was not through after {error.timeout:.0f} s"
-    sys.stderr.write(said)
+    code, said = _run([*command, "--json", str(rows)], SLOWER * part.seconds + 120)
     kept: dict[str, Any] = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "commit": _git("rev-parse", "--short", "HEAD"),
@@ -176,11 +166,26 @@ def _measure(part: Part, given: Any, ends: float) -> bool:
         kept["rows"] = json.loads(rows.read_text())
         rows.unlink()
     else:
-        kept["failed"] = " ".join((said.strip().splitlines() or ["without a message"])[-1].split())[-300:]
+        kept["failed"] = " ".join(said[-3:]).strip()[-300:] or f"it ended with {code} and no message"
     with replacing(file) as stream:
         stream.write(json.dumps(kept, indent=1).encode())
     _say(f"{part.name}: {'FAILED' if code else 'done'} in {time.monotonic() - began:.0f} s")
     return code == 0
+
+
+def _run(command: Sequence[str], limit_s: float) -> tuple[int, list[str]]:
+    """Run a command, end it after a time, and print its log as it comes; return its exit code and the log's lines."""
+    said = list[str]()
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(limit_s, process.terminate)
+        timer.start()
+        assert process.stderr is not None
+        for line in process.stderr:
+            sys.stderr.write(line)
+            said.append(line.strip())
+        code = process.wait()
+        timer.cancel()
+    return code, said
 
 
 def _slices(part: Part, tokens: int, folder: Path) -> list[str]:
@@ -208,8 +213,12 @@ def _is_new(folder: Path, part: Part) -> bool:
 
 def _table(dtype: str, given: Any) -> str | None:
     """Print the parts of a dtype as a table, and make a measurement of them; None if there is none."""
-    parts = [part for part in PARTS if part.dtype == dtype and (given.folder / f"{part.name}.json").exists()]
-    found = {part: _read(given.folder, part) for part in parts}
+    known = {part: _read(given.folder, part) for part in PARTS if (given.folder / f"{part.name}.json").exists()}
+    found = {
+        part: kept
+        for part, kept in known.items()
+        if part.dtype == dtype and ("failed" in kept or _is_new(given.folder, part))
+    }
     of: dict[tuple[str, int], dict[str, list[Any]]] = {}
     for part, kept in found.items():
         for row in kept.get("rows", ()):

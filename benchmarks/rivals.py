@@ -177,7 +177,7 @@ def open_rival(
             f"--rivals {name}: no Python environment at {python}; `benchmarks/install_rivals {name}` creates it"
         )
     if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"--rivals {name}: --dtype {dtype}: expected float32 or bfloat16 beside other engines")
+        raise ConfigError(f"--rivals {name}: expected float32 or bfloat16 as dtype (--dtype, model.dtype), got {dtype}")
     if not engine.form:
         file = find_converted(model, cache_dir).path
     elif (file := find_model(model).path).suffix == ".gguf":

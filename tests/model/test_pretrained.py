@@ -108,7 +108,7 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers(gguf: Path, ranks
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_jobs_answer_as_transformers_generates(
-    gguf: Path, ranks: int, tmp_path: Path, cache_dir: Path, mpirun: Any
+    gguf: Path, ranks: int, tmp_path: Path, cache_dir: Path, mpirun: Any, kvr: Path
 ) -> None:
     """Greedy tokens in float32, of transformers' own generate, which has none of our code."""
     texts = {"a": TEXT[:1200], "b": TEXT[1200:3600]}
@@ -119,7 +119,7 @@ def test_jobs_answer_as_transformers_generates(
     job |= {"model.dtype": "float32", "prompt.template": "{text}", "prompt.chat_template": False}
     job |= {"generation.max_new_tokens": 24, "generation.min_new_tokens": 24}
     (tmp_path / "job.toml").write_text(toml_of(job))
-    ran = mpirun(ranks, ["kvr-run", tmp_path / "job.toml"], timeout_s=3600)
+    ran = mpirun(ranks, [kvr.with_name("kvr-run"), tmp_path / "job.toml"], timeout_s=3600)
     assert ran.returncode == 0, ran.stderr
     found = answers(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(find_converted(str(gguf), cache_dir).location, dtype=torch.float32)
