@@ -78,12 +78,12 @@ class Part:
 # In this order, as far as time allows.
 PARTS = (
     Part("smollm2", "bfloat16", DEFAULT_MODEL, 1024, ("openvino", "ring-lent"), 5, 150),
-    Part("smollm2-transformers", "bfloat16", DEFAULT_MODEL, 1024, ("single",), 2, 120),
+    Part("smollm2-transformers", "bfloat16", DEFAULT_MODEL, 1024, ("single",), 1, 130),
     Part("smollm2-float32", "float32", DEFAULT_MODEL, 1024, ("single", "openvino"), 3, 100),
     Part("qwen", "bfloat16", "qwen2.5-coder-0.5b", 512, ("openvino", "ring-lent"), 2, 120),
     Part("smollm2-llama.cpp", "bfloat16", DEFAULT_MODEL, 1024, ("llama.cpp",), 2, 80),
     Part("gemma", "bfloat16", "gemma-3-270m", 1024, ("ring-lent", "llama.cpp"), 1, 100),
-    Part("smollm2-ring", "bfloat16", DEFAULT_MODEL, 1024, ("ring",), 1, 90),
+    Part("smollm2-ring", "bfloat16", DEFAULT_MODEL, 1024, ("ring",), 1, 130),
     Part("smollm2-long", "bfloat16", DEFAULT_MODEL, 4096, ("openvino", "ring-lent"), 2, 250),
     Part("llama", "bfloat16", "random-llama-3.2-1b", 256, ("ring-lent",), 2, 120),
     Part("smollm2-vllm", "bfloat16", DEFAULT_MODEL, 1024, ("vllm",), 1, 170),
