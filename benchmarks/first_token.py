@@ -367,7 +367,7 @@ class Trial:
     def describe(self) -> tuple[str, str]:
         """Return dtype and kernels; there is no version of its own."""
         dtype = str(self.loaded.dtype).removeprefix("torch.")
-        return f"{dtype}, {'our kernels' if self.has_ours else 'kernels of torch'}", ""
+        return f"{dtype}, our kernels" if self.has_ours else dtype, ""
 
     def _prefill(self, ids: Sequence[int], cut: Partition) -> Prefill | None:
         loaded, world = self.loaded, self.world

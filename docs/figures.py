@@ -131,10 +131,11 @@ def render_summary(measured: dict[str, Measurement]) -> str:
     names = [name for name, _ in measured["slow-links"].columns]
     links = [dict(zip(names, row, strict=True)) for row in measured["slow-links"].rows]
     (slow,) = (link for link in links if link["links"] == "100 Mbit/s")
-    rows = []
     named = {"kvr-s": "kvr-mpi", "single": "transformers", "ring": "ring"}
+    in_half = {name: half[engine] for name, engine in named.items() if engine in half}
+    rows = []
     for what, found in (
-        (f"first token, bfloat16, {SUMMARISED}: Zen 1", {name: half[it] for name, it in named.items() if it in half}),
+        *([(f"first token, bfloat16, {SUMMARISED}: Zen 1", in_half)] if "kvr-s" in in_half else []),
         ("first token, 4096 tokens: Zen 5", first),
         ("the same: Zen 4, AVX2 only", of_avx2),
         ("the same: Zen 5, two hosts, 100 Mbit/s", slow),
