@@ -28,9 +28,11 @@ from kvr_mpi.errors import counted
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, DRAWN = ROOT / "docs" / "data", ROOT / "docs" / "figures"
-BLOCK = re.compile(r"<!-- begin: (?P<name>[a-z-]+) -->\n.*?<!-- end: (?P=name) -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- begin: (?P<name>[a-z0-9-]+) -->\n.*?<!-- end: (?P=name) -->", re.DOTALL)
 # The README's table, made of several measurements.
 SUMMARY = "summary"
+# Of the measurement in bfloat16: model and tokens.
+SUMMARISED = "SmolLM2-135M, 1024"
 NOT_MEASURED = "-"
 WIDTH = 120
 
@@ -123,13 +125,17 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def render_summary(measured: dict[str, Measurement]) -> str:
     """Write the README's table: some of each measurement, side by side."""
+    half = {row[1]: row[3] for row in measured["first-token-bfloat16"].rows if row[0] == SUMMARISED}
     first = {row["strategy"]: row["ttft_s"] for row in measured["first-token"].rows if row["context_tokens"] == 4096}
     of_avx2 = {row[0]: row[1] for row in measured["first-token-avx"].rows}
     names = [name for name, _ in measured["slow-links"].columns]
     links = [dict(zip(names, row, strict=True)) for row in measured["slow-links"].rows]
     (slow,) = (link for link in links if link["links"] == "100 Mbit/s")
+    named = {"kvr-s": "kvr-mpi", "single": "transformers", "ring": "ring"}
+    in_half = {name: half[engine] for name, engine in named.items() if engine in half}
     rows = []
     for what, found in (
+        *([(f"first token, bfloat16, {SUMMARISED}: Zen 1", in_half)] if "kvr-s" in in_half else []),
         ("first token, 4096 tokens: Zen 5", first),
         ("the same: Zen 4, AVX2 only", of_avx2),
         ("the same: Zen 5, two hosts, 100 Mbit/s", slow),
