@@ -55,10 +55,11 @@ static inline float largest(Lanes lanes) {
     return most;
 }
 
+typedef float Four __attribute__((vector_size(16)));
+
 // By halves, as vector instructions do.
 static inline float sum(Lanes lanes) {
     typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
     Eight eight;
     if constexpr (LANES == 16) {
         Eight halves[2];
@@ -73,32 +74,36 @@ static inline float sum(Lanes lanes) {
     return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
-// Sum each of LANES vectors; the sum of the first is in the first lane. Each pass combines pairs of vectors. With AVX2,
-// the halves of a vector are added first, since exchanging them between vectors takes eight operations on Zen.
-static inline Lanes sums_of(Lanes *each) {
+// Sum each of four vectors. With AVX2, the halves of a vector are added first, since exchanging them between vectors
+// takes eight operations on Zen.
+static inline Four sums_of_four(const Lanes *each) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
-    typedef float Four __attribute__((vector_size(16)));
     typedef int32_t Places __attribute__((vector_size(16)));
-    Four fours[LANES], sums[2];
-#pragma GCC unroll 8
-    for (int l = 0; l < LANES; ++l) {
+    Four fours[4], pairs[2];
+#pragma GCC unroll 4
+    for (int l = 0; l < 4; ++l) {
         Four halves[2];
         __builtin_memcpy(halves, &each[l], sizeof halves);
         fours[l] = halves[0] + halves[1];
     }
 #pragma GCC unroll 2
-    for (int part = 0; part < 2; ++part) {
-        Four pairs[2];
-#pragma GCC unroll 2
-        for (int l = 0; l < 2; ++l) {
-            const Four one = fours[4 * part + l], other = fours[4 * part + l + 2];
-            pairs[l] = __builtin_shuffle(one, other, Places{0, 1, 4, 5}) +
-                       __builtin_shuffle(one, other, Places{2, 3, 6, 7});
-        }
-        const Four both = __builtin_shuffle(pairs[0], pairs[1], Places{0, 2, 4, 6}) +
-                          __builtin_shuffle(pairs[0], pairs[1], Places{1, 3, 5, 7});
-        sums[part] = __builtin_shuffle(both, Places{0, 2, 1, 3});
+    for (int l = 0; l < 2; ++l) {
+        const Four one = fours[l], other = fours[l + 2];
+        pairs[l] = __builtin_shuffle(one, other, Places{0, 1, 4, 5}) +
+                   __builtin_shuffle(one, other, Places{2, 3, 6, 7});
     }
+    const Four both = __builtin_shuffle(pairs[0], pairs[1], Places{0, 2, 4, 6}) +
+                      __builtin_shuffle(pairs[0], pairs[1], Places{1, 3, 5, 7});
+    return __builtin_shuffle(both, Places{0, 2, 1, 3});
+#else
+    return Four{sum(each[0]), sum(each[1]), sum(each[2]), sum(each[3])};
+#endif
+}
+
+// Sum each of LANES vectors; the sum of the first is in the first lane. Each pass combines pairs of vectors.
+static inline Lanes sums_of(Lanes *each) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+    const Four sums[2] = {sums_of_four(each), sums_of_four(each + 4)};
     Lanes all;
     __builtin_memcpy(&all, sums, sizeof all);
     return all;
