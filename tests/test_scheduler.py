@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from constants import Kvr
 from made_jobs import toml_of
 
 from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import EXIT_CONFIG, ConfigError
 from kvr_mpi.job import load_job
 from kvr_mpi.scheduler import batch_job
 
@@ -50,7 +51,7 @@ def test_without_a_batch_system() -> None:
     assert read_environment({"SLURM_JOB_END_TIME": "5", "KVR_END_TIME": "6"}).deadline_s == 6
 
 
-def test_each_task_of_an_array_takes_its_share_of_the_corpus(tmp_path: Path) -> None:
+def test_each_task_of_an_array_takes_its_share_of_the_corpus(tmp_path: Path, run_kvr: Kvr) -> None:
     job = tmp_path / "job.toml"
     settings = {"model.path": "m", "documents.path": "d", "documents.shard": "task/3", "output.path": "out"}
     job.write_text(toml_of(settings))
@@ -59,6 +60,8 @@ def test_each_task_of_an_array_takes_its_share_of_the_corpus(tmp_path: Path) -> 
         assert (spec.documents.shard, spec.output.path) == ("2/3", "out/share-2-of-3")
     outside, _ = load_job(job, environ={})
     assert outside.documents.share == slice(0, None, 3)
+    code, _, err = run_kvr("run", job)
+    assert code == EXIT_CONFIG and "submit the job as an array" in err
     with pytest.raises(ConfigError, match="task 2 of the array"):
         load_job(job, ["documents.shard=task/2"], environ=THIRD_TASKS["PBS"])
     for wrong in ("task/0", "task", "task/x"):

@@ -205,6 +205,19 @@ def test_options_win_over_the_users_defaults(
     assert {"--account=b", "--time=9", "--exclusive", "--nodes=1"} <= set(options)
 
 
+def test_an_environment_in_one_file_is_named_in_the_script(job: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    packed = tmp_path / "my env.tar"
+    words = ("sbatch", job, "--ranks", "2", "--hardware", "h200", "--time=9", "--print", "--environment-file")
+    code, _, err = run_kvr(*words, packed)
+    assert code == EXIT_CONFIG and "my env.tar: not found" in err
+    packed.write_text("")
+    code, out, err = run_kvr(*words, packed)
+    assert code == EXIT_OK and f"export KVR_ENVIRONMENT_FILE='{packed}'\n" in out, err
+    assert "environment-file" not in directives(out)
+    code, _, err = run_kvr(*words, tmp_path / "env.zip")
+    assert code == EXIT_CONFIG and ".tar.gz" in err
+
+
 def test_a_file_of_defaults_is_below_variables_and_options(
     job: Path, tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +270,7 @@ def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
 )
 def test_a_log_ends_with_what_was_used(cores: str, nodes: str, gpus: str, hours: str) -> None:
     text = (scripts_folder() / "common.sh").read_text()
-    spent = text[text.index("spent() {") : text.index("trap spent EXIT")]
+    spent = text[text.index("spent() {") : text.index("trap 'remove_environment; spent' EXIT")]
     environ = {
         "SLURM_JOB_CPUS_PER_NODE": cores,
         "SLURM_JOB_NUM_NODES": nodes,
