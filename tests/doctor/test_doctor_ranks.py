@@ -163,7 +163,11 @@ def test_devices(second: RankFacts, status: str, words: str) -> None:
         (DeviceFacts(), "ok", "no GPU"),
         (DeviceFacts(driver=True), "warn", "built without CUDA"),
         (DeviceFacts(driver=True, built="13.0", visible=""), "warn", "hides"),
-        (DeviceFacts(driver=True, built="13.0", unusable="the driver is too old"), "fail", "the driver is too old"),
+        (
+            DeviceFacts(driver=True, built="13.0", unusable="the driver is too old", remedy="install another torch"),
+            "fail",
+            "the driver is too old",
+        ),
     ],
 )
 def test_no_gpu(device: DeviceFacts, status: str, words: str) -> None:
