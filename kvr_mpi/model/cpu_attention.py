@@ -10,7 +10,6 @@ once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels are com
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,15 @@ import numpy as np
 import torch
 
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
+from kvr_mpi.model.kernels import named as _named
 from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeights
+from kvr_mpi.model.row_functions import RowFunctions
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
 # All sources form one library, together with the matrix products.
-_NAMES = "tiled_attention.cpp decode_attention.cpp narrow_product.cpp panel_product.cpp half_product.cpp".split()
+_NAMES = (
+    "tiled_attention.cpp decode_attention.cpp narrow_product.cpp panel_product.cpp half_product.cpp row_functions.cpp"
+).split()
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "halves.h", "panels.h", "threads.h")]
 OWN = "own kernel"
@@ -50,12 +53,6 @@ class _Layer(ctypes.Structure):
     )
 
 
-def _named(what: str) -> AbstractContextManager[Any]:
-    """Name a block for the profiler, if one is active, since naming costs as much as a kernel call."""
-    at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return torch.profiler.record_function(what) if at_work else nullcontext()
-
-
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("units", "group", "dim", "query_head")),
@@ -69,6 +66,7 @@ class KernelLibrary:
 
     identity : the name of its folder, unique for its code and processor.
     multiple : head_dim must be a multiple of this.
+    rows : its norms, gates and rotary embeddings.
 
     Raises `OSError` if the library cannot be loaded; `AttributeError` if it lacks one of the functions.
     """
@@ -101,6 +99,7 @@ class KernelLibrary:
             multiply = getattr(library, f"kvr_product_of_{str(dtype).removeprefix('torch.')}")
             multiply.restype, multiply.argtypes = None, [pointer, pointer, size, pointer, pointer, size]
             self._multiply_halves[dtype] = multiply
+        self.rows = RowFunctions(library, DTYPES)
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, whatever their lengths."""
