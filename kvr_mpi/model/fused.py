@@ -13,6 +13,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -119,17 +120,13 @@ def fuse_functions(model: Any, ids: Sequence[int], backend: Any = "inductor") ->
 @torch.inference_mode()
 def fuse_rows(model: torch.nn.Module, functions: RowFunctions) -> dict[str, int]:
     """Register our functions for a model on a CPU, used from the next `use_kernels` on; return how many by name."""
-    made: dict[Any, Callable[..., Any]] = {}
+    made: dict[Any, RowGate | RowRotary] = {}
     fused = {"norms": fuse_norms(model, functions), GATES: 0, ROTARIES: 0}
+    dtype = next(model.parameters()).dtype
     for module, name, key, own in _calls(model):
         if key not in made:
-            is_gate = name == GATES
-            made[key] = (
-                RowGate(functions, own, module)
-                if is_gate
-                else RowRotary(functions, own, next(model.parameters()).dtype)
-            )
-        if (forward := _forward_with(module, made[key])) is not None:
+            made[key] = RowGate(functions, own, module, dtype) if name == GATES else RowRotary(functions, own, dtype)
+        if made[key].suits and (forward := _forward_with(module, made[key])) is not None:
             give_kernel(module, ExactForward(forward))
             fused[name] += 1
     return fused
@@ -138,10 +135,13 @@ def fuse_rows(model: torch.nn.Module, functions: RowFunctions) -> dict[str, int]
 class RowGate:
     """The function of a gated MLP in 16 bits, whose activations are looked up."""
 
-    def __init__(self, functions: RowFunctions, own: Callable[..., Any], mlp: Any) -> None:
-        self._functions, self._own = functions, own
-        numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-        self._results = mlp.act_fn(numbers.view(mlp.gate_proj.weight.dtype))
+    def __init__(self, functions: RowFunctions, own: Callable[..., Any], mlp: Any, dtype: torch.dtype) -> None:
+        self._functions, self._own, self.suits = functions, own, False
+        if dtype.itemsize == 2:
+            numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+            with suppress(Exception):  # whatever a function of another kind raises
+                self._results = mlp.act_fn(numbers)
+                self.suits = self._results.shape == numbers.shape and functions.takes(self._results, numbers)
 
     def __call__(self, gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
         """Return the activations of gates (..., features), multiplied by `ups`."""
@@ -155,19 +155,20 @@ class RowRotary:
 
     def __init__(self, functions: RowFunctions, own: Callable[..., Any], dtype: torch.dtype) -> None:
         self._functions, self._own = functions, own
-        # Whether its results are those of the model's function, by the dtype of the angles, and their size.
-        self._is_right = {
-            (of_angles, rotated < TRIAL_DIM): self._try(dtype, of_angles, rotated)
-            for of_angles in {dtype, torch.float32}
+        # Kinds of arguments with which its results are those of the model's function.
+        self._kinds = {
+            (dtype, of_angles, rotated < TRIAL_DIM)
+            for of_angles in (dtype, torch.float32)
             for rotated in (TRIAL_DIM, TRIAL_DIM // 2)
+            if self._is_right(dtype, of_angles, rotated)
         }
-        self.suits = any(self._is_right.values())
+        self.suits = bool(self._kinds)
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         """Rotate queries and keys (1, heads, tokens, head_dim) by cosines and sines (1, tokens, rotated)."""
         if len(given) == 4 and not options and self._takes(*given):
             query, keys, cosines, sines = given
-            if self._is_right.get((cosines.dtype, cosines.shape[-1] < query.shape[-1])):
+            if (query.dtype, cosines.dtype, cosines.shape[-1] < query.shape[-1]) in self._kinds:
                 return tuple(self._functions.rotate(rows, cosines, sines) for rows in (query, keys))
         return self._own(*given, **options)
 
@@ -183,16 +184,15 @@ class RowRotary:
             and angles[-1] <= query.shape[-1] == keys.shape[-1]
         )
 
-    def _try(self, dtype: torch.dtype, of_angles: torch.dtype, rotated: int) -> bool:
+    def _is_right(self, dtype: torch.dtype, of_angles: torch.dtype, rotated: int) -> bool:
         draw = torch.Generator().manual_seed(rotated)
         query, keys = (torch.randn(1, heads, 5, TRIAL_DIM, generator=draw).to(dtype) for heads in (3, 1))
         angles = [torch.randn(1, 5, rotated, generator=draw).to(of_angles) for _ in range(2)]
-        try:
-            truths = self._own(query, keys, *angles)
-        except (TypeError, RuntimeError):  # it has other arguments, or rotates all features
-            return False
-        found = (self._functions.rotate(rows, *angles) for rows in (query, keys))
-        return all(one.dtype == dtype and torch.equal(one, other) for one, other in zip(truths, found, strict=True))
+        found = [self._functions.rotate(rows, *angles) for rows in (query, keys)]
+        with suppress(Exception):  # it has other arguments, or rotates all features
+            pairs = zip(self._own(query, keys, *angles), found, strict=True)
+            return all(one.dtype == dtype and torch.equal(one, other) for one, other in pairs)
+        return False
 
 
 def _calls(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any, Callable[..., Any]]]:
@@ -248,16 +248,15 @@ class _Returned(torch.nn.Module):
 def _is_plain(mlp: Any, gated: Callable[..., Any]) -> bool:
     """Whether an MLP computes what `_gating` does, and nothing else; its products, which may be slow, are not run."""
     weight = mlp.gate_proj.weight
-    draw = torch.Generator(weight.device).manual_seed(0)
-    shape = 2, 1, TRIAL_ROWS, len(weight)
-    gate, up = 4 * torch.randn(shape, generator=draw, device=weight.device, dtype=weight.dtype)
-    known = {id(tensor): tensor for tensor in itertools.chain(mlp.parameters(), mlp.buffers())}
-    layers = zip(MLP, (_Returned(gate), _Returned(up), torch.nn.Identity()), strict=False)
-    alike = copy.deepcopy(mlp, known | {id(getattr(mlp, name)): layer for name, layer in layers})
-    try:
+    with suppress(Exception):  # whatever a layer of another kind raises
+        draw = torch.Generator(weight.device).manual_seed(0)
+        shape = 2, 1, TRIAL_ROWS, len(weight)
+        gate, up = 4 * torch.randn(shape, generator=draw, device=weight.device, dtype=weight.dtype)
+        known = {id(tensor): tensor for tensor in itertools.chain(mlp.parameters(), mlp.buffers())}
+        layers = zip(MLP, (_Returned(gate), _Returned(up), torch.nn.Identity()), strict=False)
+        alike = copy.deepcopy(mlp, known | {id(getattr(mlp, name)): layer for name, layer in layers})
         return torch.equal(alike(gate), gated(gate, up))
-    except Exception:  # whatever a layer of another kind raises that does not run its products
-        return False
+    return False
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
