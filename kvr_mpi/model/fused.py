@@ -233,16 +233,16 @@ def gate_of(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.
     return lambda gate, up: act(gate) * up
 
 
-class _Returned(torch.nn.Module):
-    """Stands in for a layer whose result is known."""
+class _Known(torch.nn.Module):
+    """Stands in for a layer of which one result is known."""
 
-    def __init__(self, result: torch.Tensor) -> None:
+    def __init__(self, rows: torch.Tensor, result: torch.Tensor) -> None:
         super().__init__()
-        self.result = result
+        self.rows, self.result = rows, result
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the result."""
-        return self.result
+        """Return the result for these rows."""
+        return self.result if torch.equal(rows, self.rows) else torch.full_like(self.result, float("nan"))
 
 
 def _is_plain(mlp: Any, gated: Callable[..., Any]) -> bool:
@@ -250,12 +250,14 @@ def _is_plain(mlp: Any, gated: Callable[..., Any]) -> bool:
     weight = mlp.gate_proj.weight
     with suppress(Exception):  # whatever a layer of another kind raises
         draw = torch.Generator(weight.device).manual_seed(0)
-        shape = 2, 1, TRIAL_ROWS, len(weight)
-        gate, up = 4 * torch.randn(shape, generator=draw, device=weight.device, dtype=weight.dtype)
+        gate, up, rows = (
+            4 * torch.randn(1, TRIAL_ROWS, features, generator=draw, device=weight.device, dtype=weight.dtype)
+            for features in (len(weight), len(weight), weight.shape[1])
+        )
         known = {id(tensor): tensor for tensor in itertools.chain(mlp.parameters(), mlp.buffers())}
-        layers = zip(MLP, (_Returned(gate), _Returned(up), torch.nn.Identity()), strict=False)
+        layers = zip(MLP, (_Known(rows, gate), _Known(rows, up), torch.nn.Identity()), strict=False)
         alike = copy.deepcopy(mlp, known | {id(getattr(mlp, name)): layer for name, layer in layers})
-        return torch.equal(alike(gate), gated(gate, up))
+        return torch.equal(alike(rows), gated(gate, up))
     return False
 
 
