@@ -11,7 +11,6 @@ values once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels 
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,15 @@ import numpy as np
 import torch
 
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
+from kvr_mpi.model.kernels import named as _named
 from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeights
+from kvr_mpi.model.row_functions import RowFunctions
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
 # All sources form one library, together with the matrix products.
-_NAMES = "tiled_attention decode_attention narrow_product panel_product half_product amx_attention".split()
+_NAMES = (
+    "tiled_attention decode_attention narrow_product panel_product half_product row_functions amx_attention".split()
+)
 SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in _NAMES]
 _NAMES = "lanes halves panels threads attention amx_tiles".split()
 HEADERS = [Path(__file__).with_name(f"{name}.h") for name in _NAMES]
@@ -50,12 +53,6 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "bias")),
         *((name, ctypes.c_int64) for name in ("outs", "features", "row")),
     )
-
-
-def _named(what: str) -> AbstractContextManager[Any]:
-    """Name a block for the profiler, if one is active, since naming costs as much as a kernel call."""
-    at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return torch.profiler.record_function(what) if at_work else nullcontext()
 
 
 class _Step(ctypes.Structure):
@@ -117,6 +114,7 @@ class KernelLibrary:
     identity : the name of its folder, unique for its code and processor.
     multiple : head_dim must be a multiple of this.
     amx : attention in bfloat16 on AMX tiles, for any head_dim; None where this process may not use them.
+    rows : its norms, gates and rotary embeddings.
 
     Raises `OSError` if the library cannot be loaded; `AttributeError` if it lacks one of the functions.
     """
@@ -148,6 +146,7 @@ class KernelLibrary:
             multiply = getattr(library, f"kvr_product_of_{str(dtype).removeprefix('torch.')}")
             multiply.restype, multiply.argtypes = None, [pointer, pointer, size, pointer, pointer, size]
             self._multiply_halves[dtype] = multiply
+        self.rows = RowFunctions(library, DTYPES)
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, whatever their lengths."""

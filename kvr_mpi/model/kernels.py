@@ -9,8 +9,8 @@ measured to be fastest (`tuning.kernels`). Results are compared with plain trans
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -37,12 +37,31 @@ def way_for(ways: Ways, rows: int) -> str:
     return ways[bisect_right(BOUNDS, rows)]
 
 
+def named(what: str) -> AbstractContextManager[Any]:
+    """Name a block for the profiler, if one is active, since naming costs as much as a kernel call."""
+    at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return torch.profiler.record_function(what) if at_work else nullcontext()
+
+
 class Kernel(Protocol):
     """The kernel in a module's slot: a function from (..., features) to (..., features), or `CpuAttention`."""
 
     slot: str
     nbytes: int  # memory in addition to the module's own
     ways: Ways
+
+
+class ExactForward:
+    """A `Kernel` with another forward, whose results have the same bits, so that it is no implementation to choose."""
+
+    slot, nbytes, ways = FORWARD_SLOT, 0, always(PLAIN)
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self._forward(*args, **kwargs)
 
 
 # Not stored in the models, so that copies of a model, perhaps in another dtype, have no kernels.

@@ -27,7 +27,7 @@ from kvr_mpi.errors import Say, counted
 from kvr_mpi.kv.attention import name_attention, why_no_new_flash
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import DTYPES, HALVES, CpuAttention, KernelLibrary
-from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions
+from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions, fuse_rows
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_of
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
@@ -129,6 +129,9 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
     give_products(loaded.model, ways, attention, narrowed)
+    if attention is not None:
+        fused = fuse_rows(loaded.model, attention.rows)
+        say(Detail(f"in one pass: {', '.join(f'{count} {name}' for name, count in fused.items())}"))
 
 
 def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
