@@ -19,29 +19,18 @@ constexpr int64_t STEP = 16;        // numbers that torch adds before it adds th
 constexpr int LEVELS = 4;
 constexpr int64_t LOOKED_UP = 512;
 
-// Two vectors of adjacent numbers, in an order that all of a type have: a bfloat16 is half of a word, and the two of a
-// word are in different vectors, so that none has to move.
-template <class Number> constexpr int place(int vector, int lane) {
-    return std::is_same_v<Number, BFloat16> ? 2 * lane + vector : vector * LANES + lane;
-}
-template <class Number> static inline void load_two(const Number *from, Lanes *two) {
-    two[0] = load(from), two[1] = load(from + LANES);
-}
-static inline void load_two(const BFloat16 *from, Lanes *two) {
-    const Words words = *reinterpret_cast<const Words *>(from);
-    two[0] = (Lanes)(words << 16), two[1] = (Lanes)(words & 0xffff0000);
-}
-template <class Number> static inline void store_two(Number *to, const Lanes *two) {
+// Store what `load_pair` loaded, in the same order.
+template <class Number> static inline void store_pair(Number *to, const Lanes *two) {
     store(to, two[0]), store(to + LANES, two[1]);
 }
 // A NaN stays one, since it comes from 16 bits.
 static inline Words rounded_bits(Lanes lanes) { return (Words)lanes + 0x7fff + ((Words)lanes >> 16 & 1); }
-static inline void store_two(BFloat16 *to, const Lanes *two) {
+static inline void store_pair(BFloat16 *to, const Lanes *two) {
     *reinterpret_cast<Words *>(to) = rounded_bits(two[0]) >> 16 | (rounded_bits(two[1]) & 0xffff0000);
 }
 // Numbers of any type in the order of `Order`.
-template <class Order, class Number> static inline void load_two_as(const Number *from, Lanes *two) {
-    if (std::is_same_v<Order, BFloat16> == std::is_same_v<Number, BFloat16>) return load_two(from, two);
+template <class Order, class Number> static inline void load_pair_as(const Number *from, Lanes *two) {
+    if (std::is_same_v<Order, BFloat16> == std::is_same_v<Number, BFloat16>) return load_pair(from, two);
     for (int l = 0; l < BOTH; ++l) two[l % 2][l / 2] = load_some(from + l, 1)[0];
 }
 
@@ -66,18 +55,18 @@ template <class Work> static void by_pieces(int64_t count, int64_t row, int64_t 
 template <class Order, class Work> static inline void by_twos(int64_t count, const Work &work) {
     int64_t at = 0;
     for (; at + BOTH <= count; at += BOTH)
-        work(at, [](const auto *from, Lanes *two) { load_two_as<Order>(from, two); },
-             [](auto *to, const Lanes *two) { store_two(to, two); });
+        work(at, [](const auto *from, Lanes *two) { load_pair_as<Order>(from, two); },
+             [](auto *to, const Lanes *two) { store_pair(to, two); });
     const int64_t rest = count - at;
     if (!rest) return;
     const auto load_rest = [=](const auto *from, Lanes *two) {
         std::remove_cv_t<std::remove_reference_t<decltype(*from)>> some[BOTH] = {};
         std::copy_n(from, rest, some);
-        load_two_as<Order>(some, two);
+        load_pair_as<Order>(some, two);
     };
     const auto store_rest = [=](auto *to, const Lanes *two) {
         std::remove_reference_t<decltype(*to)> some[BOTH];
-        store_two(some, two);
+        store_pair(some, two);
         std::copy_n(some, rest, to);
     };
     work(at, load_rest, store_rest);
@@ -96,7 +85,7 @@ template <int WIDTH, class Number> static float sum_of_squares(const Number *row
 #pragma GCC unroll 16
             for (int v = 0; v < VECTORS; v += 2) {
                 Lanes two[2];
-                load_two(row + group * GROUP + v * LANES, two);
+                load_pair(row + group * GROUP + v * LANES, two);
                 sums[v] += two[0] * two[0], sums[v + 1] += two[1] * two[1];
             }
         for (int v = 0; v < VECTORS; ++v) levels[0][v] = sums[v];
@@ -108,7 +97,7 @@ template <int WIDTH, class Number> static float sum_of_squares(const Number *row
     float sums[GROUP], total = 0;
     for (int v = 0; v < VECTORS; ++v) {
         for (int level = 1; level < LEVELS; ++level) levels[0][v] += levels[level][v];
-        for (int l = 0; l < LANES; ++l) sums[v / 2 * BOTH + place<Number>(v % 2, l)] = levels[0][v][l];
+        for (int l = 0; l < LANES; ++l) sums[v / 2 * BOTH + place_in_pair<Number>(v % 2, l)] = levels[0][v][l];
     }
     const auto square = [&](int64_t at) { return load_some(row + at, 1)[0] * load_some(row + at, 1)[0]; };
     const int64_t last = features - features % WIDTH;
@@ -131,7 +120,7 @@ template <bool ROUNDS, class Number> static void normalise(const Norm &n, const 
     by_twos<Number>(n.features, [&](int64_t at, auto load, auto) {
         Lanes two[2];
         load(n.scale + at, two);
-        store_two(&scale[at], two);
+        store_pair(&scale[at], two);
     });
     for (; count--; rows += n.features, out += n.features) {
         const float sum = (n.width == 8 ? sum_of_squares<8, Number> : sum_of_squares<16, Number>)(rows, n.features);
@@ -139,7 +128,7 @@ template <bool ROUNDS, class Number> static void normalise(const Norm &n, const 
         by_twos<Number>(n.features, [&](int64_t at, auto load, auto store) {
             Lanes two[2], scales[2];
             load(rows + at, two);
-            load_two(&scale[at], scales);
+            load_pair(&scale[at], scales);
             for (int v = 0; v < 2; ++v) {
                 two[v] *= factor;
                 two[v] = (ROUNDS ? rounded(two[v], Number{}) : two[v]) * scales[v];
