@@ -152,8 +152,8 @@ template <typename T> static void merge(const Step &s, const Unit &unit, const P
         float most = parts[0].most[g], total = 0, *out = unit.out + g * s.dim;
         for (int64_t p = 1; p < pieces; ++p) most = std::max(most, parts[p].most[g]);
         for (int64_t p = 0; p < pieces; ++p) {
-            parts[p].most[g] = std::exp2(parts[p].most[g] - most);
-            total += parts[p].most[g] * parts[p].total[g];
+            const float weight = parts[p].most[g] = std::exp2(parts[p].most[g] - most);
+            total += weight * parts[p].total[g];
         }
         for (int64_t d = 0; d < s.dim; d += WIDE) {
             Lanes sums[2] = {};
