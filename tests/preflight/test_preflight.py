@@ -64,7 +64,7 @@ HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=now
         (
             ("model.path=no-org/no-model",),
             2,
-            "is off (HF_HUB_OFFLINE, or SLURM), and the model is not in the local cache",
+            "is off (HF_HUB_OFFLINE, or a batch job), and the model is not in the local cache",
         ),
         (("output.columns=['labels']",), 2, "no row has a field 'labels'; the fields are body, id, title"),
         (("parallel.tensor_parallel=2", "model.path=org/name"), 4, "use that folder"),
