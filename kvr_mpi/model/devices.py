@@ -18,10 +18,8 @@ AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 INTEL_CARDS = Path("/sys/class/drm")
 # More SIMD units than the graphics of AMD's processors have, on which nobody expects a job to run.
 LEAST_SIMDS = 96
-INTEL, DISPLAY_CONTROLLER = (
-    "0x8086",
-    "0x0380",
-)  # class of Intel's data centre GPUs; desktop graphics are VGA controllers
+# The PCI class of Intel's data center GPUs; desktop graphics are VGA controllers.
+INTEL, DISPLAY_CONTROLLER = "0x8086", "0x0380"
 ON_CPU = "model.device = 'cpu' runs on the CPU cores"
 NVIDIA_REMEDY = (
     "request GPUs for the job, or install a torch for the CUDA version in `nvidia-smi`, e.g. `pip install torch "

@@ -12,6 +12,9 @@ from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
 
+# Settings of [generation] that earlier versions did not have.
+NEWER = {"frequency_penalty", "presence_penalty", "stop_repetition"}
+
 
 def templates_of(spec: JobSpec) -> dict[str, str]:
     """Return a job's templates by setting."""
@@ -69,7 +72,7 @@ def identity_of(spec: JobSpec) -> dict[str, Any]:
         "generation": {
             name: value
             for name, value in spec.generation.model_dump().items()
-            if name not in ("frequency_penalty", "presence_penalty", "stop_repetition") or value not in (None, True)
+            if name not in NEWER or value != type(spec.generation).model_fields[name].default
         },
         "kv": spec.output.kv,
     }
