@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kvr_mpi.documents import RowFormat
+from kvr_mpi.documents.document import NEWER
 from kvr_mpi.documents.json_schema import why_not_followed
 from kvr_mpi.documents.openai_batch import PASSED
 from kvr_mpi.documents.questions import NAME
 from kvr_mpi.documents.templates import Template, parse_template
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import JobSpec
-
-# Settings of [generation] that earlier versions did not have.
-NEWER = {"frequency_penalty", "presence_penalty", "stop_repetition"}
 
 
 def templates_of(spec: JobSpec) -> dict[str, str]:
