@@ -12,7 +12,7 @@ class RunOptions:
 
     overwrite : delete existing results; otherwise documents that have not changed since are not answered again.
     resume : never delete results, not even if this job began the run with `overwrite`.
-    time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if there is one.
+    time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the batch job, if it is known.
     level : quiet: log only warnings, errors and the last line; verbose: also log details for developers.
     bar : show progress as a bar on the terminal.
     """
