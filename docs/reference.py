@@ -41,6 +41,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`XDG_CACHE_HOME` or `~/.cache`",
         "KVR_LOCAL": "local folder on each node, in which ranks keep what they compile and convert, in a folder that "
         "only you can write to; default under SLURM: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
+        "KVR_CHECK": "1: check at the end of a job that every prompt's keys and values were freed (for developers)",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "

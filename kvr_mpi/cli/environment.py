@@ -30,6 +30,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
         offline=is_offline(environ),
         owner=read_owner(environ),
         deadline_s=float(deadline) if deadline.isdecimal() else None,
+        checks_memory=environ.get("KVR_CHECK", "").upper() in TRUE_VALUES,
     )
 
 
