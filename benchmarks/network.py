@@ -171,6 +171,7 @@ def run_case(name: str, options: argparse.Namespace, quiet: Sequence[Result]) ->
         command: list[str | Path] = [*PROGRAM, "--device", "cpu", "--model", options.model]
         command += ["--strategies", ",".join(options.strategies), "--contexts", str(options.context)]
         command += ["--repeats", str(options.repeats), "--json", found, *(["--lend"] if options.lend else [])]
+        command += ["--dtype", options.dtype] if options.dtype else []
         for result in quiet:
             if result.strategy == OURS:
                 command += ["--slices", f"{result.context_tokens}={result.slices}"]
@@ -273,6 +274,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--lend", action="store_true", help="give rivals our kernels and short last layer, too")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as in first-token; it must be on this machine already")
+    parser.add_argument("--dtype", help="as in first-token")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for a case (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")

@@ -11,12 +11,10 @@ from typing import Any, TypeVar
 
 import click
 
-from benchmarks.half_weights import half_gguf
 from benchmarks.rivals import Rival, open_rival
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL, grouped, parse_names
 from kvr_mpi.duration import parse_duration
-from kvr_mpi.model import find_model
 from kvr_mpi.store.targets import check_file
 from kvr_mpi.transport import Transport, on_root
 from kvr_mpi.transport.choose import NAMES
@@ -37,12 +35,13 @@ model_options = grouped(
         "--model",
         default=DEFAULT_MODEL,
         show_default=True,
-        help="Model folder, .gguf file, or id on the Hugging Face hub.",
+        help="Model folder, .gguf file, or id on the Hugging Face hub; or, assembled by this benchmark: "
+        "qwen2.5-coder-0.5b, gemma-3-270m, random-llama-3.2-1b.",
     ),
     click.option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        help="Data type of the weights; auto: as stored in the model.  [default: float32 on CPUs, auto on GPUs]",
+        help="Data type of the weights; auto: as stored in the model.  [default: bfloat16 on CPUs, auto on GPUs]",
     ),
     click.option(
         "--device",
@@ -55,14 +54,14 @@ model_options = grouped(
 
 
 def default_dtype(device: str) -> str:
-    """Choose what a model is timed in on a device (``auto``, ``cpu``, ``cuda``): on GPUs its own, as jobs run it.
+    """Choose what a model is timed in on a device (``auto``, ``cpu``, ``cuda``), where no ``--dtype`` is given.
 
-    In float32 no attention on a GPU is flash attention.
+    That is what models ship in: on GPUs as stored, and on CPUs bfloat16, since the GGUF file of the demo says nothing.
     """
     import torch
 
     is_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    return "auto" if is_gpu else "float32"
+    return "auto" if is_gpu else "bfloat16"
 
 
 def make_parser(name: str, about: str | None) -> argparse.ArgumentParser:
@@ -133,7 +132,7 @@ def rival_options(function: F) -> F:
             "--rivals",
             default="",
             metavar="NAMES",
-            help="Other engines to compare with, which use all cores: openvino, llama.cpp; "
+            help="Other engines to compare with, which use all cores: openvino, llama.cpp, vllm; "
             "`benchmarks/install_rivals` installs them.",
         ),
         click.option(
@@ -155,7 +154,7 @@ plot_option = click.option(
 
 
 def open_rivals(
-    stack: ExitStack, world: Transport, names: str, folder: Path, model: str, longest: int, at_once: int = 1
+    stack: ExitStack, world: Transport, names: str, folder: Path, model: str, dtype: str, longest: int, at_once: int = 1
 ) -> dict[str, Rival | None]:
     """Start other engines beside the first rank.
 
@@ -165,7 +164,7 @@ def open_rivals(
         Ends them.
     names : str
         Of engines, separated by commas.
-    folder, longest, at_once
+    folder, model, dtype, longest, at_once
         Of `open_rival`.
 
     Returns
@@ -175,10 +174,8 @@ def open_rivals(
     """
 
     def start(name: str) -> Rival:
-        path = find_model(model).path
-        if path.suffix == ".gguf":
-            path = half_gguf(path, read_environment().cache_dir)
-        return stack.enter_context(open_rival(name, path, longest, folder, at_once))
+        cache_dir = read_environment().cache_dir
+        return stack.enter_context(open_rival(name, model, dtype, longest, folder, at_once, cache_dir))
 
     return {name: on_root(world, partial(start, name)) for name in parse_names(names)}
 

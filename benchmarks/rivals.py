@@ -11,21 +11,40 @@ import os
 import queue
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import torch
+from benchmarks.cores import all_cores
+from benchmarks.gguf_weights import dequantised_gguf
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.model import find_model
+from kvr_mpi.model.source import find_converted
 
-from benchmarks.cores import all_cores, plain
-from kvr_mpi.errors import ConfigError, counted
-from kvr_mpi.model import LoadedModel
-from kvr_mpi.prefill.one_prompt import prefill_single
 
-# Programs by name of the engine.
-PROGRAMS = {"openvino": "run_openvino.py", "llama.cpp": "run_llamacpp.py"}
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Another engine.
+
+    program : in ``outside``.
+    form : format of the weights in the GGUF file that it reads, by the dtype of the model (`gguf_weights.FORMATS`); no
+        entry: it reads a folder of safetensors.
+    """
+
+    program: str
+    form: Mapping[str, str] = field(default_factory=dict)
+
+
+# By name. In llama.cpp weights in float32 were the fastest of all formats on AVX2 (a Zen 1, 256 tokens, keys and values
+# in float16: 5 to 6 seconds of processor time; bfloat16 7.5 to 8, float16 slower yet), and the most exact. Processors
+# with AVX512-BF16 were not tried.
+ENGINES = {
+    "openvino": Engine("run_openvino.py", {"float32": "f16", "bfloat16": "f16"}),
+    "llama.cpp": Engine("run_llamacpp.py", {"float32": "f32", "bfloat16": "f32"}),
+    "vllm": Engine("run_vllm.py"),
+}
 TIMEOUT_S = 1800.0
 ENDS_S = 5.0
 
@@ -53,7 +72,7 @@ class Rival:
     Parameters
     ----------
     name : str
-        Of `PROGRAMS`.
+        Of `ENGINES`.
     process : subprocess.Popen
     """
 
@@ -66,7 +85,8 @@ class Rival:
         self._drains = [threading.Thread(target=_drain, args=each, daemon=True) for each in streams]
         for drain in self._drains:
             drain.start()
-        self.version = str(self._read()["version"])
+        started = self._read()
+        self.version, self.runs_in = str(started["version"]), str(started["runs_in"])
 
     def answer(self, prompts: Sequence[Sequence[int]], new_tokens: int, ends: Sequence[int] | None) -> RivalAnswer:
         """Answer prompts greedily; `ends` are the tokens that end an answer, None for none.
@@ -104,7 +124,7 @@ class Rival:
             except subprocess.TimeoutExpired:
                 ended = f"did not respond for {TIMEOUT_S:.0f} s"
             self._drains[1].join(ENDS_S)  # what it said last may still be on its way
-            told = " ".join("".join(self._said[-4:]).split())
+            told = " ".join("".join([line for line in self._said if line.strip()][-4:]).split())
             raise ConfigError(f"--rivals {self.name}: it {ended}: {told or 'without output'}")
         found: dict[str, Any] = json.loads(line)
         return found
@@ -123,39 +143,52 @@ def _drain(stream: IO[str], take: Any) -> None:
 
 
 @contextmanager
-def open_rival(name: str, model: Path, longest: int, folder: Path, at_once: int = 1) -> Iterator[Rival]:
-    """Start an engine on all cores of the host.
+def open_rival(
+    name: str, model: str, dtype: str, longest: int, folder: Path, at_once: int, cache_dir: Path
+) -> Iterator[Rival]:
+    """Start an engine on all cores of the host, in its best configuration for a dtype.
 
     Parameters
     ----------
-    model : Path
-        A ``.gguf`` file, which engines read as it is.
+    model : str
+        As for `find_model`; engines that read GGUF files need one.
+    dtype : str
+        ``float32`` or ``bfloat16``.
     longest : int
         Tokens of the longest prompt, with its answer.
     folder : Path
         Of the environments, each under its engine's name.
     at_once : int
         Prompts for which an engine that wants to know it beforehand keeps room.
+    cache_dir : Path
+        For files that engines read.
 
     Raises
     ------
     ConfigError
         If there is no such engine, environment or file, or it does not start.
     """
-    if name not in PROGRAMS:
-        raise ConfigError(f"--rivals {name!r}: expected some of {', '.join(PROGRAMS)}")
+    if name not in ENGINES:
+        raise ConfigError(f"--rivals {name!r}: expected some of {', '.join(ENGINES)}")
+    engine = ENGINES[name]
     python = folder / name / "bin" / "python"
     if not python.exists():
-        raise ConfigError(f"--rivals {name}: no Python environment at {python}; `benchmarks/install_rivals` creates it")
-    if model.suffix != ".gguf":
         raise ConfigError(
-            f"--rivals {name}: model {model} is not a .gguf file, the only format that the other engines read here"
+            f"--rivals {name}: no Python environment at {python}; `benchmarks/install_rivals {name}` creates it"
         )
-    program = Path(__file__).parent / "outside" / PROGRAMS[name]
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--rivals {name}: expected float32 or bfloat16 as dtype (--dtype, model.dtype), got {dtype}")
+    if not engine.form:
+        file = find_converted(model, cache_dir).path
+    elif (file := find_model(model).path).suffix == ".gguf":
+        file = dequantised_gguf(file, cache_dir, engine.form[dtype], dtype)
+    else:
+        raise ConfigError(f"--rivals {name}: model {model} is not a .gguf file, the only format that {name} reads here")
+    program = Path(__file__).parent / "outside" / engine.program
     with all_cores():
         threads = len(os.sched_getaffinity(0))
         process = subprocess.Popen(
-            [python, "-I", program, model, str(threads), str(longest), str(at_once)],
+            [python, "-I", program, file, str(threads), str(longest), str(at_once), dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,22 +203,3 @@ def open_rival(name: str, model: Path, longest: int, folder: Path, at_once: int 
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # what it was not told any more
             process.stdin.close()
-
-
-@torch.inference_mode()
-def exactness_of(rival: Rival, loaded: LoadedModel, ids: Sequence[int]) -> str:
-    """Hold an engine's first token, and its log-probability, against plain transformers on this rank.
-
-    Says how many cores the engine kept busy, too: one that is not given what it could use is beaten easily.
-    """
-    answer = rival.answer([ids], 1, None)
-    with all_cores(), plain(loaded):
-        cores = len(os.sched_getaffinity(0))
-        logits = prefill_single(loaded.model, ids, loaded.device).logits
-    assert logits is not None
-    logprobs = logits.double().log_softmax(-1).flatten()
-    token = answer.tokens[0][0]
-    same = "the same first token" if token == int(logprobs.argmax()) else "a different first token"
-    error = abs(answer.logprobs[0] - float(logprobs[token]))
-    busy = f"{answer.cpu_s / answer.seconds:.1f} of {counted(cores, 'core')} kept busy"
-    return f"{rival.name} {rival.version}: {same} as transformers, its log-probability off by {error:.1e}; {busy}"

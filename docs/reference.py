@@ -22,6 +22,7 @@ from kvr_mpi import errors
 from kvr_mpi.cli import COMMANDS
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import MODELS, NO_EFFECT, REFUSED
+from kvr_mpi.scheduler import SCHEDULERS
 from kvr_mpi.store import kv, log, record, volumes
 
 DOCS = Path(__file__).resolve().parent
@@ -40,16 +41,18 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or `~/.cache`",
         "KVR_LOCAL": "local folder on each node, in which ranks keep what they compile and convert, in a folder that "
-        "only you can write to; default under SLURM: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
+        "only you can write to; default in a batch job: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
         "KVR_CHECK": "1: check at the end of a job that every prompt's keys and values were freed (for developers)",
+        "KVR_PEER_TIMEOUT": "seconds without a sign of life from a rank, after which the job ends with code 69; "
+        "default: 600",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "
         "or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores or the CPU quota",
-        "HF_HUB_OFFLINE": "1: use only local files of models, the default under SLURM; 0: ask the hub",
-        "SLURM_JOB_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; set by "
-        "SLURM or the job script",
+        "HF_HUB_OFFLINE": "1: use only local files of models, the default in a batch job; 0: ask the hub",
+        "KVR_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; default: "
+        "`SLURM_JOB_END_TIME`, set by SLURM or the job script",
         "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
         "TORCH_CPP_LOG_LEVEL": "`ERROR` unless set otherwise: torch warns about each pair of ranks that NCCL connects",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64 unless set otherwise: with 1024, memory use grows over prompts of many "
@@ -59,6 +62,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_SITE": "the site file; default: `site.sh` next to the scripts",
         "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if `kvr` is not found",
         "KVR_CONTAINER": "prefix of every command, such as `apptainer exec --nv kvr.sif`",
+        "KVR_ENVIRONMENT_FILE": "environment in one file, as for `kvr sbatch --environment-file`",
         "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the one that fits the MPI that mpi4py loads",
         "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
         "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
@@ -107,6 +111,20 @@ model.kernels model.trust_remote_code documents.shard documents.reuse prompt.ove
 generation.min_p generation.min_new_tokens cache.tokens compress.observes compress.window compress.profile
 decode.placement parallel.partition parallel.chunk_tokens parallel.memory_gib parallel.transport
 """.split()
+
+
+def schedulers() -> str:
+    """List the batch systems and the variables that they set in a job."""
+    head = ("batch system", "job", "restarts", "number in an array", "end")
+    rows = [
+        (
+            one.name,
+            ", ".join(map(_code, one.job)),
+            *(f"`{name}`" if name else "" for name in (one.restarts, one.task, one.end)),
+        )
+        for one in SCHEDULERS
+    ]
+    return _table(head, rows)
 
 
 def job_keys() -> str:
@@ -165,6 +183,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "exit-codes": exit_codes,
     "job-keys": job_keys,
     "no-effect": no_effect,
+    "schedulers": schedulers,
     "schema": schema,
 }
 

@@ -10,8 +10,46 @@ elif [ -n "${KVR_SITE:-}" ]; then
     echo "KVR_SITE=$KVR_SITE cannot be read; expected a file like $here/site.sh.example" >&2
     exit 78
 fi
+
+# An environment in one file: on many nodes, ranks would otherwise open thousands of small files of a shared file system.
+# An archive is sent to a folder on each node. Its name is the same on all of them, and appears when all is unpacked.
+environment=
+use_environment_file() {
+    case $KVR_ENVIRONMENT_FILE in
+        *.sif) KVR_CONTAINER=${KVR_CONTAINER:-apptainer exec --nv $KVR_ENVIRONMENT_FILE} ;;
+        *)
+            environment=${KVR_LOCAL:-/tmp}/kvr-environment-$(id -u)-$SLURM_JOB_ID
+            echo "$(date +'%F %T') unpacking $KVR_ENVIRONMENT_FILE into $environment on each node"
+            # shellcheck disable=SC2016
+            srun --ntasks-per-node=1 mkdir -p "${KVR_LOCAL:-/tmp}" &&
+                sbcast --force "$KVR_ENVIRONMENT_FILE" "$environment.tar" &&
+                srun --ntasks-per-node=1 bash -c '
+                    part=$1.$SLURM_PROCID
+                    rm -rf "$part" && mkdir "$part" && tar -xf "$1.tar" -C "$part" || exit 1
+                    # Scripts that pip has installed start with the path of their Python, in the folder that was packed.
+                    grep -lIZ "^#!.*/bin/python" "$part"/bin/* | xargs -0r sed -i "1s|^#!.*/bin/python[0-9.]*|#!$1/bin/python3|"
+                    mv -T "$part" "$1" 2>/dev/null || rm -rf "$part"
+                    test -x "$1/bin/kvr-run"' bash "$environment" || {
+                echo "$KVR_ENVIRONMENT_FILE could not be unpacked into $environment on all nodes: set KVR_LOCAL to a folder" \
+                    "with more space; the archive must have bin/kvr-run at its top: tar -C ENVIRONMENT -cf FILE.tar ." >&2
+                exit 78
+            }
+            export PATH=$environment/bin:$PATH VIRTUAL_ENV=$environment
+            ;;
+    esac
+}
+remove_environment() {
+    if [ -n "$environment" ]; then srun --ntasks-per-node=1 rm -rf "$environment" "$environment.tar" 2>/dev/null; fi
+    environment=
+}
+if [ -n "${KVR_ENVIRONMENT_FILE:-}" ]; then
+    trap remove_environment EXIT
+    use_environment_file
+fi
 read -ra within <<<"${KVR_CONTAINER:-}" # such as: apptainer exec --nv kvr.sif
-if [ -z "${KVR_VENV:-}" ] && ! command -v kvr >/dev/null; then
+if [ -n "$environment" ]; then
+    KVR_VENV=
+elif [ -z "${KVR_VENV:-}" ] && ! command -v kvr >/dev/null; then
     KVR_VENV=$here/../.venv
 fi
 if [ -n "${KVR_VENV:-}" ] && [ -r "$KVR_VENV/bin/activate" ]; then
@@ -59,6 +97,9 @@ set_environment() {
     if [ -n "${KVR_LOCAL:-}" ]; then export KVR_LOCAL; fi
     # A kernel that is loaded when it is first used waits for a transfer of NCCL's, which may wait for this rank.
     export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}
+    # If NCCL hangs, each rank writes its last messages to a file in the folder of submission.
+    export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
+    export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$PWD/kvr-nccl-$(job_name)-rank-}
 }
 
 # The MPI that mpi4py loads decides how srun has to introduce the ranks to each other.
@@ -104,7 +145,7 @@ spent() {
                  nodes == 1 ? "node" : "nodes",
                  s * nodes / 3600, s * nodes * gpus / 3600, s * cores / 3600 }'
 }
-trap spent EXIT
+trap 'remove_environment; spent' EXIT
 
 # Told to stop: by SLURM before the time is up (--signal in the script's head), or by a user.
 child=
@@ -140,6 +181,7 @@ conclude() {
     is_number "$restarts" || restarts=0
     is_number "$most" || most=20
     if [ "$1" -ne 75 ]; then exit "$1"; fi
+    remove_environment
     state=$(squeue --noheader --jobs "$(job_name)" --format %T 2>/dev/null)
     if [ "$state" != RUNNING ]; then
         echo "stopped early and ${state:-gone}: whoever ended the job decides what becomes of it"

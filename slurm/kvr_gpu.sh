@@ -47,4 +47,13 @@ done
 unset NCCL_MAX_CTAS
 try kvr verify --lengths 512,4096 --set "model.path=$model" --set model.dtype=bfloat16
 try python -m benchmarks first-token --model "$model" --contexts 16k,64k --json "$out/first-token.json" "$@"
+if try python tests/gpu/gpu_many.py "$model" "$out"; then # writes a job over documents of many lengths
+    try kvr-run "$out/full/job.toml" --set parallel.memory_gib=6
+fi
+# A rank on the first node is stopped: the others, on both nodes, have to end the job.
+began=$SECONDS
+launch python tests/programs/hanging_rank.py 10
+code=$?
+echo "a stopped rank: exit code $code after $((SECONDS - began)) s; expected: another than 0, within a minute"
+if [ "$code" -eq 0 ]; then worst=1; fi
 conclude "$worst"

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PAGE_MULTIPLE = 256
 DENSE, VARLEN = torch.ops.aten._flash_attention_forward.default, varlen._varlen_attn._opoverload
-CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 HALF = (torch.float16, torch.bfloat16)
-DEFAULTS = {"dropout_p": 0.0, "is_causal": False}  # of cuDNN's, which torch leaves out
+DEFAULTS = {"dropout_p": 0.0, "is_causal": False}  # which torch leaves out
 
 
 class KernelError(Exception):
@@ -72,11 +71,6 @@ def attend_as(func: Any, given: dict[str, Any]) -> tuple[Any, ...]:
     if func is VARLEN:
         return *_attend_sequences(given), None
     rows = [given[name] for name in ("query", "key", "value")]
-    if func is CUDNN:
-        assert given["attn_bias"] is None and given["compute_log_sumexp"] and not given["dropout_p"]
-        rows = [each.transpose(1, 2) for each in rows]
-        out, lse = _attend(*(each[0] for each in rows), given["scale"], -1, 0 if given["is_causal"] else -1)
-        return out.transpose(0, 1).unsqueeze(0), lse[None, ..., None], None, None
     left, right = (-1 if (each := given.get(f"window_size_{side}")) is None else each for side in ("left", "right"))
     out, lse = _attend(*(each[0] for each in rows), given["scale"], left, 0 if given["is_causal"] else right)
     return out.unsqueeze(0), lse.unsqueeze(0), None, None, None

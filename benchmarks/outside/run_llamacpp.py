@@ -1,8 +1,8 @@
 """llama.cpp, told what to run line by line: a prompt's first token, or a whole corpus.
 
 Runs with the Python of an environment that has ``xllamacpp``, llama.cpp's own server with no HTTP between; imports
-nothing of this package. Keys and values in float32, several prompts at once by continuous batching, nothing kept from
-prompt to prompt. It rounds activations to the weights' float16 where it multiplies: how far that leads is measured.
+nothing of this package. Several prompts at once by continuous batching, nothing kept from prompt to prompt. It rounds
+activations to the type of the weights where it multiplies: how far that leads is measured.
 """
 
 import json
@@ -22,9 +22,11 @@ SPARE_TOKENS = 8
 def main() -> None:
     """Load the model of the first argument on as many threads as the second says, and do what each line asks.
 
-    The third is the longest prompt with its answer, in tokens; the fourth how many of them may be at work at once.
+    The third is the longest prompt with its answer, in tokens; the fourth how many of them may be at work at once; the
+    fifth the dtype, which chooses the type of keys and values: float16 beside bfloat16, since it is the fastest.
     """
     path, threads, longest, at_once = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    cache = {"float32": "F32", "bfloat16": "F16"}[sys.argv[5]]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the library prints is no answer
     params = xllamacpp.CommonParams()
@@ -33,12 +35,14 @@ def main() -> None:
         cores.n_threads = threads
     params.n_ctx = at_once * (longest + SPARE_TOKENS)
     params.n_parallel = at_once
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache}")
     params.cache_prompt = False
     params.cache_ram_mib = 0
     params.fit_params = False
     server = xllamacpp.Server(params)
-    print(json.dumps({"version": xllamacpp.__version__}), file=answers, flush=True)
+    weights = next(part for part in reversed(os.path.basename(path).split("-")) if part in ("f32", "f16", "bf16"))
+    about = {"version": xllamacpp.__version__, "runs_in": f"{weights} weights, keys and values {cache.lower()}"}
+    print(json.dumps(about), file=answers, flush=True)
     with ThreadPoolExecutor(at_once) as pool:
         for line in sys.stdin:
             asked = json.loads(line)

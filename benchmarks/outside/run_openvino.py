@@ -1,7 +1,8 @@
 """OpenVINO GenAI, told what to run line by line: a prompt's first token, or a whole corpus.
 
-Runs with the Python of an environment that has ``openvino-genai``; imports nothing of this package. Paged attention in
-float32, weights in float32, nothing rounded while it runs, nothing kept from prompt to prompt.
+Runs with the Python of an environment that has ``openvino-genai``; imports nothing of this package. Paged attention;
+weights, activations, keys and values in float32 or bfloat16, not quantised while it runs; nothing kept from prompt to
+prompt. What it computes in may be another type than it is asked for, and is told.
 """
 
 import json
@@ -11,12 +12,16 @@ import time
 
 import numpy as np
 import openvino as ov
+import openvino.opset13 as ops
 import openvino_genai as genai
 
 
 def main() -> None:
-    """Load the model of the first argument on as many threads as the second says, and do what each line asks."""
-    path, threads, longest = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    """Load the model of the first argument on as many threads as the second says, and do what each line asks.
+
+    The third is the longest prompt with its answer, in tokens; the fifth the dtype.
+    """
+    path, threads, longest, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[5]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the library prints is no answer
     scheduler = genai.SchedulerConfig()
@@ -24,19 +29,33 @@ def main() -> None:
     scheduler.max_num_batched_tokens = longest
     scheduler.cache_size = 0  # grows as it must
     scheduler.dynamic_split_fuse = True
-    pipe = genai.LLMPipeline(
-        path,
-        "CPU",
-        scheduler_config=scheduler,
-        INFERENCE_PRECISION_HINT="f32",
-        KV_CACHE_PRECISION="f32",
-        DYNAMIC_QUANTIZATION_GROUP_SIZE=0,
-        INFERENCE_NUM_THREADS=threads,
-    )
-    print(json.dumps({"version": genai.__version__}), file=answers, flush=True)
+    precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    # Its paged attention refuses a cache in bfloat16 on processors without instructions for it.
+    capabilities = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    settings = {
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision if precision.upper() in capabilities else "f32",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        "INFERENCE_NUM_THREADS": threads,
+    }
+    pipe = genai.LLMPipeline(path, "CPU", scheduler_config=scheduler, **settings)
+    about = {"version": genai.__version__, "runs_in": executed(settings)}
+    print(json.dumps(about), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(answer(pipe, **asked)), file=answers, flush=True)
+
+
+def executed(settings: dict[str, object]) -> str:
+    """Ask what a product of matrices runs in with these settings, by its node in a compiled model, and the cache."""
+    rows = ops.parameter([-1, 64], dtype=np.float32)
+    weights = ops.constant(np.ones((64, 64), dtype=np.float32))
+    model = ov.Model([ops.result(ops.matmul(rows, weights, False, True))], [rows])
+    compiled = ov.Core().compile_model(model, "CPU", settings)
+    found = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
+    kinds = {str(info["runtimePrecision"].value) for info in found if info["layerType"].value == "FullyConnected"}
+    cache = compiled.get_property("KV_CACHE_PRECISION").get_type_name()
+    return f"{' and '.join(sorted(kinds))}, keys and values {cache}"
 
 
 def answer(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvr_mpi.cgroups import usable_cores
+from kvr_mpi.scheduler import batch_job, end_time
 
 if TYPE_CHECKING:
     from kvr_mpi.setup.job_setup import Machine
@@ -22,25 +23,32 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
     from kvr_mpi.setup.job_setup import Machine
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    threads, deadline = environ.get("OMP_NUM_THREADS", ""), environ.get("SLURM_JOB_END_TIME", "")
+    threads = environ.get("OMP_NUM_THREADS", "")
     return Machine(
         cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
         cores=usable_cores(),
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
         owner=read_owner(environ),
-        deadline_s=float(deadline) if deadline.isdecimal() else None,
         checks_memory=environ.get("KVR_CHECK", "").upper() in TRUE_VALUES,
+        deadline_s=end_time(environ)[0],
     )
+
+
+def read_peer_timeout(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the seconds without a sign of life from a rank after which the job ends."""
+    from kvr_mpi.transport.liveness import LIMIT_S
+
+    value = environ.get("KVR_PEER_TIMEOUT", "")
+    return float(value) if value.isdecimal() and int(value) > 0 else LIMIT_S
 
 
 def read_owner(environ: Mapping[str, str] = os.environ) -> Owner:
     """Return how this process identifies itself in a lock; imports no torch."""
     from kvr_mpi.store.lock import this_process
 
-    job, cluster = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_CLUSTER_NAME", "")
-    restarts = environ.get("SLURM_RESTART_COUNT", "")
-    return this_process(f"{job}@{cluster}" if job and cluster else job, int(restarts) if restarts.isdecimal() else 0)
+    found = batch_job(environ)
+    return this_process() if found is None else this_process(found.job, found.restarts)
 
 
 def config_files(name: str, environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -55,9 +63,9 @@ TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 
 
 def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether to avoid the hub: as set by ``HF_HUB_OFFLINE``, by default only under SLURM."""
+    """Whether to avoid the hub: as set by ``HF_HUB_OFFLINE``, by default only in a batch system's job."""
     value = environ.get("HF_HUB_OFFLINE", "")
-    return value.upper() in TRUE_VALUES if value else "SLURM_JOB_ID" in environ
+    return value.upper() in TRUE_VALUES if value else batch_job(environ) is not None
 
 
 def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -74,7 +82,7 @@ def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
     oneDNN then caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between
     packed rows of prompts: with 1024, the memory of a rank grew by 70 MB over 30,000 tiny documents.
 
-    In a job of SLURM, compiled kernels and converted models are kept on the node (`_use_node`).
+    In a batch system's job, compiled kernels and converted models are kept on the node (`_use_node`).
     """
     _use_node(environ)
     environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -92,7 +100,7 @@ def _use_node(environ: MutableMapping[str, str]) -> None:
         {"KVR_CACHE": "models"} if named else {}
     )
     missing = [name for name in wanted if not environ.get(name)]
-    if missing and (named or "SLURM_JOB_ID" in environ):
+    if missing and (named or batch_job(environ) is not None):
         with contextlib.suppress(OSError):
             folder = private_folder(Path(named or environ.get("TMPDIR") or "/tmp"))
             environ.update({name: str(folder / wanted[name]) for name in missing})

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     type=click.Path(file_okay=False, path_type=Path),
     help="Instead, write keys and values into this folder, one safetensors file per document.",
 )
+@click.option(
+    "--fields",
+    metavar="NAME,...",
+    help="Write only these fields, in this order: --fields id,answer; columns.NAME is a column of the documents' rows.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option(
     "--status",
@@ -49,6 +54,7 @@ def export(
     kind: str,
     output: Path | None,
     kv: Path | None,
+    fields: str | None,
     overwrite: bool,
     status: str | None,
 ) -> int:
@@ -64,13 +70,15 @@ def export(
 
     if kv is not None and output is not None:
         raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: give only one")
+    if fields is not None and (kv is not None or kind == "openai-batch"):
+        raise click.UsageError("--fields applies to --format jsonl, csv and parquet")
     if output is None and kv is None and kind == "parquet":
         raise click.UsageError("Parquet is a binary format: name a file with -o FILE")
     if output is not None:
         check_file(output, overwrite=overwrite, reads=paths)
     results = open_results(*paths, verify=False, partial=True)  # records are verified when they are read
     if kv is None:
-        _write(results, kind, output, status)
+        _write(results, kind, output, status, fields)
     else:
         from kvr_mpi.store.tensors import export_kv
 
@@ -86,15 +94,18 @@ def export(
     return EXIT_BAD_DATA if results.missing else EXIT_OK
 
 
-def _write(results: Results, kind: str, output: Path | None, status: str | None) -> None:
+def _write(results: Results, kind: str, output: Path | None, status: str | None, fields: str | None) -> None:
     from contextlib import ExitStack
 
     from kvr_mpi.disk import replacing
     from kvr_mpi.store.batch_responses import write_responses
-    from kvr_mpi.store.export import asked_fields, write_export
+    from kvr_mpi.store.export import asked_fields, choose_fields, write_export
 
     records = results.records(status)
-    chosen = asked_fields(results.records(status)) if kind == "csv" else ()
+    if fields is not None:
+        chosen = choose_fields([name.strip() for name in fields.split(",")], results.columns)
+    else:
+        chosen = asked_fields(results.records(status), results.columns) if kind == "csv" else ()
     with ExitStack() as files:
         if output is not None:  # not for standard output, whose reader may have closed the pipe
             files.enter_context(writing_file(output))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -46,15 +48,24 @@ template = {template}
 too_long = "split"        # longer than the context: answer in parts, then combine; or keep-head, error
 
 [generation]
-max_new_tokens = 256      # maximum length of an answer; 0: prefill only
+max_new_tokens = {max_new_tokens}      # maximum length of an answer; 0: prefill only
 # temperature = 0.7       # sample; default: greedy, the same answers every time
-# repetition_penalty = 1.05  # for small models, which otherwise repeat themselves
+{penalty_mark}repetition_penalty = 1.05  # for small models, which otherwise repeat themselves
 
 [output]
 path = {output}
 # kv = true               # store keys and values: `kvr ask` can then ask again without a new prefill
-# max_failed = "1%"       # documents that may fail before the exit code is an error; default: 0
+{failed_mark}max_failed = {max_failed}  # documents that may fail before the exit code is an error; default: 0
 """
+# Questions whose answers are short or long, and the lengths of answers in tokens.
+SHORT_ANSWER = re.compile(r"yes or no|(one|a single|few) words?\b|true or false", re.IGNORECASE)
+LONG_ANSWER = re.compile(r"\b(list|every|each|all|table)\b", re.IGNORECASE)
+SHORT_TOKENS, ANSWER_TOKENS, LONG_TOKENS = 64, 256, 512
+# Models with fewer parameters repeat themselves, and make many mistakes.
+SMALL = 1e9
+SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([MB])(?![A-Za-z0-9])", re.IGNORECASE)
+# Bytes per parameter, as most files have them.
+FOLDER_BYTES, GGUF_BYTES = 2.0, 0.6
 
 
 @command()
@@ -109,7 +120,13 @@ def init(
         "id_field": id_field,
         "output": output or f"runs/{job.stem}",
     }
-    text, spec = _write(job, wanted)
+    parameters, penalty = _parameters(model), _own_penalty(model)
+    is_small = parameters is not None and parameters < SMALL
+    marks = {
+        "max_new_tokens": str(_answer_tokens(ask)),
+        "penalty_mark": "" if is_small and penalty is None else "# ",
+    }
+    text, spec = _write(job, wanted, {**marks, **_allow_failures(0, 0, whole=True)})
     check_job(spec, 1, goes_on=False, offline=is_offline())
     if others := find_others(spec):
         click.echo(describe_others(others))
@@ -117,8 +134,13 @@ def init(
     if errors := {document.id: document.error for document in documents if document.error is not None}:
         click.echo(f"{counted(len(errors), 'document')} of the first {len(documents)} will have error records:")
         click.echo(listed(errors))
+        text, _ = _write(
+            job, wanted, {**marks, **_allow_failures(len(errors), len(documents), whole=len(documents) < LOOKED_AT)}
+        )
     with writing_file(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
+    if is_small:
+        click.echo("this model is small: expect mistakes; docs/planning.md lists larger models by memory")
     readable = [number for number, document in enumerate(documents, 1) if document.error is None][:TRIED]
     if not readable:
         click.echo(f"{job} written, but none of these documents can be read")
@@ -165,12 +187,52 @@ def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[s
     return corpus, model, ask
 
 
+def _answer_tokens(ask: str) -> int:
+    """Return a maximum length for the answers to a question."""
+    if SHORT_ANSWER.search(ask):
+        return SHORT_TOKENS
+    return LONG_TOKENS if LONG_ANSWER.search(ask) else ANSWER_TOKENS
+
+
+def _parameters(model: str) -> float | None:
+    """Return about how many parameters a model has, from its name or its files; None if neither tells."""
+    from kvr_mpi.errors import KvrError
+    from kvr_mpi.model import find_model
+
+    if found := SIZE_IN_NAME.search(model):
+        return float(found[1]) * (1e6 if found[2].upper() == "M" else 1e9)
+    try:
+        source = find_model(model)
+        if source.is_hub:
+            return None
+        if source.gguf_file is not None:
+            return source.path.stat().st_size / GGUF_BYTES
+        return sum(file.stat().st_size for file in source.path.glob("*.safetensors")) / FOLDER_BYTES or None
+    except (KvrError, OSError):  # reported by the checks
+        return None
+
+
+def _own_penalty(model: str) -> object:
+    """Return the repetition penalty in a model folder's defaults, which apply unless the job sets one; None: none."""
+    try:
+        return json.loads((Path(model) / "generation_config.json").read_text()).get("repetition_penalty")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _allow_failures(failed: int, among: int, *, whole: bool) -> dict[str, str]:
+    """Return max_failed for documents that cannot be read: their number, or a percentage if not all were looked at."""
+    if not failed:
+        return {"max_failed": '"1%"', "failed_mark": "# "}
+    return {"max_failed": str(failed) if whole else f'"{math.ceil(100 * failed / among)}%"', "failed_mark": ""}
+
+
 def _is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
-    """Format the job as TOML, and parse it again to verify it."""
+def _write(job: Path, wanted: dict[str, str], more: dict[str, str]) -> tuple[str, Any]:
+    """Format the job as TOML, and parse it again to verify it; `more` are values and marks that are TOML already."""
     import tomllib
 
     from kvr_mpi.errors import ConfigError
@@ -182,7 +244,7 @@ def _write(job: Path, wanted: dict[str, str]) -> tuple[str, Any]:
     # A JSON string without such characters is also a TOML string.
     quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in wanted.items()}
     marks = {f"{key}_mark": "# " * (wanted[f"{key}_field"] == key) for key in ("id", "text")}  # a default is a comment
-    text = JOB.format(file=job, **quoted, **marks)
+    text = JOB.format(file=job, **quoted, **marks, **more)
     spec, _ = make_job(tomllib.loads(text), job, (), {})
     found = (spec.model.path, spec.documents.path[0], spec.prompt.template, spec.output.path)
     assert found == (wanted["model"], wanted["corpus"], wanted["template"], wanted["output"]), "TOML as it was meant"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +39,7 @@ def inspect(path: Path, document: str | None, as_json: bool, errors: bool) -> No
 
 
 def _show_run(path: Path, as_json: bool) -> None:
-    from kvr_mpi.report.table import cut_off_line, print_summary, rows_of
+    from kvr_mpi.report.table import cut_off_line, print_summary, repeated_line, rows_of
     from kvr_mpi.store.results import open_results
 
     results = open_results(path, partial=True)
@@ -57,6 +59,7 @@ def _show_run(path: Path, as_json: bool) -> None:
         return
     rows = list(rows_of(results))
     cut = sum(record.is_cut_off for record in results.records("done"))
+    repeated = sum(record.finish_reason == "repetition" for record in results.records("done"))
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")
     compress = header.identity.get("compress")
@@ -69,6 +72,8 @@ def _show_run(path: Path, as_json: bool) -> None:
         click.echo(f"cost      {results.cost.describe(summary.done)}")
     if cut:
         click.echo(f"cut off   {cut_off_line(cut, summary.done)}")
+    if repeated:
+        click.echo(f"repeated  {repeated_line(repeated, summary.done)}")
     for line in results.missing:
         click.echo(f"missing   {line}")
     click.echo()
@@ -125,7 +130,18 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
     for volume in dict.fromkeys(piece.path for piece in place.pieces):
         click.echo(f"{'kv stored in':21} {volume}")
     if record.status == "done":
-        click.echo("\n" + printable(_told_whole(record).replace("\r\n", "\n")))
+        click.echo("\n" + _wrapped(printable(_told_whole(record).replace("\r\n", "\n"))))
+
+
+def _wrapped(text: str) -> str:
+    """Break lines between words at the width of the terminal; other outputs get the text as it is."""
+    if not sys.stdout.isatty():
+        return text
+    from rich.console import Console
+    from rich.text import Text
+
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line.plain.rstrip() for line in Text(text).wrap(Console(width=width), width))
 
 
 def _told_whole(record: Record) -> str:

@@ -12,7 +12,7 @@ from traceback import format_exception
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvr_mpi.errors import Say
+    from kvr_mpi.errors import Say, TransportError
     from kvr_mpi.model import LoadedModel
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import Transport
@@ -24,14 +24,16 @@ MOST_WARNING = 400  # characters
 
 
 def run_guarded(world: Transport, work: Callable[[], int]) -> int:
-    """Run a function on this rank; if only this rank fails, end all ranks with its exit code.
+    """Run a function on this rank; if only this rank fails, or another rank hangs, end all ranks with an exit code.
 
     The last log lines describe the error and the meaning of the exit code, even after Ctrl-C.
     """
+    from kvr_mpi.cli.environment import read_peer_timeout
     from kvr_mpi.disk import named_error
     from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, KvrError, exit_line
     from kvr_mpi.report.log import Log
     from kvr_mpi.transport import FailedTogetherError
+    from kvr_mpi.transport.liveness import heartbeat
 
     _show_stacks_when_asked()
     log = Log(world.rank)
@@ -42,8 +44,13 @@ def run_guarded(world: Transport, work: Callable[[], int]) -> int:
             text = "this is a bug in kvr-mpi, or a machine failure:\n" + "".join(format_exception(error)).rstrip()
         log.line(f"{text}\n{exit_line(code, meaning=getattr(error, 'meaning', ''))}")
 
+    def end(error: TransportError) -> None:
+        tell(error, error.exit_code)
+        world.abort(error.exit_code)
+
     try:
-        return work()
+        with heartbeat(world, end, limit_s=read_peer_timeout()):
+            return work()
     except FailedTogetherError as error:
         if error.cause is not None:
             tell(error.cause, error.exit_code)

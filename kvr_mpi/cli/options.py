@@ -27,7 +27,8 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Delete the re
 resume_option = click.option(
     "--resume",
     is_flag=True,
-    help="Continue from the results in the output folder; implied if SLURM has requeued the job that wrote them.",
+    help="Continue from the results in the output folder; implied if the batch system has requeued the job that "
+    "wrote them.",
 )
 overwrite_file_option = click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 optional_job_argument = click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))

@@ -47,7 +47,7 @@ run_options = grouped(
         "--time-limit",
         metavar="TIME",
         help="Start no document that would not finish within this time: 90m, 2h30m, or as for sbatch.  [default: until "
-        "the end of the SLURM job]",
+        "the end of the batch system's job, if its variables or KVR_END_TIME say when that is]",
     ),
     click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
     click.option("--quiet", is_flag=True, help="Show only warnings, errors and the last line of the log."),
@@ -124,10 +124,12 @@ def run_on(
 ) -> int:
     """Run a job on these ranks and return the exit code; all ranks call this. Parameters as for `run_as_told`."""
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
+    from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import JobSpec, show_job
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.preflight.inputs import identity_of
     from kvr_mpi.report.log import Log
+    from kvr_mpi.scheduler import end_time
     from kvr_mpi.store.lock import check_unused
     from kvr_mpi.store.run import check_settings, is_of_job, last_header
     from kvr_mpi.transport import on_root, share_json
@@ -138,6 +140,11 @@ def run_on(
             from kvr_mpi.stored.asking import complete_questions
 
             spec = complete_questions(spec)
+        if (spec.documents.shard or "").startswith("task/"):
+            raise ConfigError(
+                f"documents.shard = {spec.documents.shard!r}, but no variable of a batch system has the number of a "
+                "task: submit the job as an array, or give a number, such as '0/8'"
+            )
         if shows_config:
             rows = show_job(spec, sources)
             width = max(len(key) for key, _, _ in rows)
@@ -185,12 +192,13 @@ def run_on(
 
         quiet_libraries(None if world.rank else log.root)
     machine = read_environment()
-    deadline_s = machine.deadline_s
+    # Launchers other than srun may pass variables to the ranks of the first host only.
+    deadline_s, end_from = share_json(world, end_time(os.environ))
     if limit_s is not None:
         deadline_s = limit_s
     elif deadline_s is not None and deadline_s <= time.time():  # wrong: this job is still running
         ago = duration_text(time.time() - deadline_s)
-        log.root(f"warning: SLURM_JOB_END_TIME says that the job ended {ago} ago: ignored")
+        log.root(f"warning: {end_from} says that the job ended {ago} ago: ignored")
         deadline_s = None
     options = replace(options, overwrite=overwrite, resume=resume)
     return run_job(spec, options, replace(machine, deadline_s=deadline_s), world, log)

@@ -34,7 +34,9 @@ SCRIPT, ARRAY_SCRIPT, GATHER_SCRIPT = "kvr_prefill.sh", "kvr_array.sh", "kvr_gat
 # Options of sbatch that also apply to the job that merges an array's results.
 GATHER_TOO = ("account", "partition", "qos", "reservation", "mail-type", "mail-user", "clusters")
 # File of defaults, and options of `kvr sbatch` itself that it may set.
-DEFAULTS, OWN_DEFAULTS = "sbatch.toml", ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "hardware")
+DEFAULTS = "sbatch.toml"
+OWN_DEFAULTS = ("ntasks-per-node", "gpus-per-node", "cpus-per-task", "hardware", "environment-file")
+ENVIRONMENT_FILES = (".sif", ".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.zst")
 # Variables of sbatch that are not named like their option.
 VARIABLES = {"time": "SBATCH_TIMELIMIT", "mem": "SBATCH_MEM_PER_NODE"}
 # Values of --time for a job without a time limit, and a time that SLURM cannot read.
@@ -60,6 +62,12 @@ ENOUGH = 1.2
 )
 @node_options
 @click.option("--hardware", metavar="NAME_OR_FILE", help="Speed of a rank, as for kvr plan.")
+@click.option(
+    "--environment-file",
+    metavar="FILE",
+    help="The Python environment in one file, for jobs on many nodes: a .sif image, or an archive of an environment "
+    "(tar -C ~/kvr -cf kvr.tar .), which is unpacked on each node.",
+)
 @resume_option
 @extend_option
 @overwrite_option
@@ -76,6 +84,7 @@ def sbatch(
     settings: tuple[str, ...],
     ranks: int,
     hardware: str | None,
+    environment_file: str | None,
     resume: bool,
     extend: bool,
     overwrite: bool,
@@ -110,9 +119,15 @@ def sbatch(
         raise ConfigError(
             "sbatch: command not found; run this on a login node of the cluster, or use --print to see the script"
         )
-    own = {"hardware": hardware, **{name.replace("_", "-"): count for name, count in node.items()}}
+    own = {
+        "hardware": hardware,
+        "environment-file": environment_file,
+        **{name.replace("_", "-"): count for name, count in node.items()},
+    }
     defaults, setup = _read_defaults({*chosen, *(name for name, value in own.items() if value is not None)})
     hardware = defaults.pop("hardware", hardware)
+    if (packed := defaults.pop("environment-file", environment_file)) is not None:
+        setup = [*setup, f"export KVR_ENVIRONMENT_FILE={shlex.quote(_check_packed(packed))}"]
     for name in node:
         if (count := defaults.pop(name.replace("_", "-"), None)) is not None:
             node[name] = int(count)
@@ -181,6 +196,20 @@ def sbatch(
             err=True,
         )
     return code
+
+
+def _check_packed(file: str) -> str:
+    """Return the absolute path of an environment in one file; raise `ConfigError` if it cannot be one."""
+    from kvr_mpi.errors import ConfigError
+
+    path = Path(file).expanduser().absolute()
+    if not path.name.endswith(ENVIRONMENT_FILES):
+        raise ConfigError(f"--environment-file={file}: expected a file named {', '.join(ENVIRONMENT_FILES)}")
+    if not path.is_file():
+        raise ConfigError(
+            f"--environment-file={file}: not found; tar -C ENVIRONMENT -cf {path.name} . writes an archive"
+        )
+    return str(path)
 
 
 def scripts_folder() -> Path:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import BatchEntry, Group
+from kvr_mpi.decode.repetition import NO_PENALTIES, Penalties
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
@@ -30,8 +31,8 @@ from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
 
-# Largest number of sequences that a rank decodes together: with more, reading the weights no longer dominates a step.
-MAX_SEQUENCES = 64
+# Largest number of sequences that a rank decodes together; memory usually allows fewer, except for short prompts.
+MAX_SEQUENCES = 256
 # Steps, with more prompts than fit in a row, after which rows grow again once memory was short; doubled each time it is
 # short again.
 CALM_STEPS, MOST_CALM_STEPS = 4, 1024
@@ -62,6 +63,8 @@ class DecodeBatch:
         max_new_tokens: int,
         group: Group | None = None,
         say: Say = lambda line: None,
+        penalties: Penalties = NO_PENALTIES,
+        stop_repetition: bool = False,
     ) -> None:
         self._loaded, self.group = loaded, Group(loaded) if group is None else group
         grammars = Grammars(loaded.tokenizer, ends_of(config))
@@ -73,6 +76,8 @@ class DecodeBatch:
             max_new_tokens,
             grammars,
             in_group=loaded.tp_group is not None,
+            penalties=penalties,
+            stop_repetition=stop_repetition,
         )
         self._adapted = functools.lru_cache(KEPT_RULES)(self._rules.adapted)
         self._waiting: list[BatchEntry] = []  # for `begin`, with their first token

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, StopStringCriteria
 
 from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
+from kvr_mpi.decode.repetition import NO_PENALTIES, TOKENS_PER_CHECK, Penalties, PenaltyProcessor, ends_in_repetition
 from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.generation import SAMPLING, sampling_settings
@@ -44,7 +45,7 @@ class Answer:
 
     token_ids: tuple[int, ...]  # without the end-of-text token
     text: str
-    finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens
+    finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens; "repetition": endless
     seconds: float  # wall time from the first logits to the last token
     logprobs: TokenLogprobs | None = None  # of its tokens, if they are requested
     scores: tuple[Score, ...] = ()  # of given continuations
@@ -121,6 +122,7 @@ class SamplingParams:
     top_logprobs : number of top tokens whose log-probabilities are kept; None: none, not even for the answer's tokens.
     json_schema : JSON schema that the answer follows, as text, or None.
     in_group : a tensor-parallel group of ranks chooses the same tokens.
+    stop_repetition : end answers that repeat themselves endlessly.
     """
 
     model: Any
@@ -132,6 +134,8 @@ class SamplingParams:
     top_logprobs: int | None = None
     json_schema: str | None = None
     in_group: bool = False
+    penalties: Penalties = NO_PENALTIES
+    stop_repetition: bool = False
 
     def __post_init__(self) -> None:
         self.ends = ends_of(self.config)
@@ -152,6 +156,10 @@ class SamplingParams:
             max_new_tokens=self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
             top_logprobs=None if own.top_logprobs == -1 else own.top_logprobs,
             json_schema=own.json_schema or None,
+            penalties=Penalties(
+                self.penalties.frequency if own.frequency_penalty is None else own.frequency_penalty,
+                self.penalties.presence if own.presence_penalty is None else own.presence_penalty,
+            ),
         )
 
     @property
@@ -180,6 +188,8 @@ class SamplingParams:
         self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
         self.config.max_length = prompt_tokens + self.max_new_tokens  # where BART's processor forces the end
         made = self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
+        if self.penalties != NO_PENALTIES:
+            made.insert(0, PenaltyProcessor(self.penalties, prompt_tokens))
         if self.json_schema is not None:  # before those that drop unlikely tokens
             made.insert(0, SchemaProcessor(self.grammars, self.json_schema, prompt_tokens))
         return made
@@ -319,6 +329,10 @@ class DecodeSequence:
         self._ids[0, last - 1] = token
         if rules.stop_strings is not None and bool(rules.stop_strings(self._ids[:, first:last], None)[0]):
             self.finish_reason = "stop"
+        elif (
+            rules.stop_repetition and not len(self.token_ids) % TOKENS_PER_CHECK and ends_in_repetition(self.token_ids)
+        ):
+            self.finish_reason = "repetition"
         elif len(self.token_ids) == rules.max_new_tokens:
             self.finish_reason = "length"
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kvr_mpi.doctor.facts import DeviceFacts, RankFacts, group_ranks
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, ranks_text, some, warn
-from kvr_mpi.model.devices import REMEDY
 
 GIB = 2**30
 AMPERE = (8, 0)
@@ -92,7 +91,8 @@ LACKS = (
     Lack(
         lambda gpu: "expandable_segments:true" in gpu.allocator.lower().replace(" ", ""),
         lambda gpu: "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
-        "unset it: such memory cannot be shared between the GPUs of a host (CUDA IPC), and no error is raised",
+        "unset it for parallel.transport = 'mpi': other processes cannot open such memory (CUDA IPC), and no error is "
+        "raised; with the other transports, kvr-mpi sets it itself",
         check="allocator",
     ),
 )
@@ -132,5 +132,5 @@ def _no_gpu(one: RankFacts) -> Finding:
         text = f"{one.host} has an NVIDIA driver, but torch {one.versions['torch']} is built without CUDA"
         return warn("devices", text, "install the torch build for your GPUs (pytorch.org, 'Get started')")
     if device.unusable:
-        return fail("devices", f"{one.host}: {device.unusable}", REMEDY)
+        return fail("devices", f"{one.host}: {device.unusable}", device.remedy)
     return ok("devices", f"no GPU; torch {one.versions['torch']} computes on the CPU cores")

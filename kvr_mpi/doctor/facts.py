@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvr_mpi.cgroups import cpu_quota
 from kvr_mpi.doctor.deadlines import within
-from kvr_mpi.model.devices import NVIDIA_DRIVER, explain_unusable_gpu
+from kvr_mpi.model.devices import NVIDIA_DRIVER, find_unusable_gpu
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
 
 LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
@@ -27,6 +27,7 @@ class DeviceFacts:
     built: str = ""  # CUDA version of this torch build; empty: none
     driver: bool = False  # the machine has an NVIDIA driver
     unusable: str = ""  # why jobs cannot use the GPU, with torch's reason
+    remedy: str = ""  # what to do about that
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     allocator: str = ""  # PYTORCH_CUDA_ALLOC_CONF
     count: int = 0
@@ -87,11 +88,13 @@ def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = gpu if count else None
         properties = None if index is None else torch.cuda.get_device_properties(index)
+        unusable = find_unusable_gpu(environ)
         free, total = (0, 0) if index is None else torch.cuda.mem_get_info(index)
         return DeviceFacts(
             built=torch.version.cuda or "",
             driver=NVIDIA_DRIVER.exists(),
-            unusable=explain_unusable_gpu(environ),
+            unusable="" if unusable is None else unusable.reason,
+            remedy="" if unusable is None else unusable.remedy,
             visible=environ.get("CUDA_VISIBLE_DEVICES"),
             allocator=environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF", ""),
             count=count,

@@ -13,6 +13,7 @@ from kvr_mpi.doctor.facts import RankFacts, group_hosts, group_ranks
 from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, ranks_text, some, warn
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted
+from kvr_mpi.scheduler import END_TIME, batch_job, end_time
 
 BINDING = (
     "bind ranks to cores: `mpirun -bind-to core` (MPICH), `mpirun --bind-to core` (Open MPI), `srun --cpu-bind=cores`"
@@ -31,6 +32,7 @@ END_TIME_REMEDY = (
     'in the job script: export SLURM_JOB_END_TIME=$(date -d "$(squeue -h -j $SLURM_JOB_ID -o %e)" +%s), '
     "otherwise kvr-run does not know its time limit"
 )
+OTHER_END_REMEDY = f"export {END_TIME} in the job script (docs/clusters.md, Other batch systems)"
 DISTRIBUTION = "kvr-mpi"
 
 
@@ -116,9 +118,16 @@ def check_threads(facts: Sequence[RankFacts]) -> list[Finding]:
 
 
 def check_slurm(environ: Mapping[str, str], size: int | None, hosts: int | None, now_s: float) -> list[Finding]:
-    """Check the job's tasks, nodes, end and restarts; without SLURM there are no findings."""
-    if "SLURM_JOB_ID" not in environ:
-        return [ok("slurm", "not in a SLURM job")]
+    """Check the job's tasks, nodes, end and restarts; of other batch systems' jobs, only the end."""
+    found = batch_job(environ)
+    if found is None:
+        return [ok("slurm", "not in a batch system's job")]
+    if found.scheduler != "SLURM":
+        end_s = end_time(environ)[0]
+        text = f"{found.scheduler} job {found.job}"
+        if end_s is None:
+            return [warn("scheduler", f"{text}: {END_TIME} is not set, so its end is not known", OTHER_END_REMEDY)]
+        return [ok("scheduler", f"{text}, ends in {duration_text(end_s - now_s)}")]
     findings = [
         warn(
             "slurm",

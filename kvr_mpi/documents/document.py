@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+# Settings of [generation] that earlier versions did not have: at their defaults, they change no hash, so that runs of
+# those versions can be resumed.
+NEWER = {"frequency_penalty", "presence_penalty", "stop_repetition"}
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -43,6 +47,8 @@ class OwnGeneration:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     stop: tuple[str, ...] | None = None
     seed: int | None = None
     top_logprobs: int | None = None
@@ -95,7 +101,8 @@ class Document:
         if more == ({}, {}, (), False, AS_THE_JOB, {}):
             return hashlib.sha256(self.text.encode()).hexdigest()
         said = [[message.role, message.content] for message in self.messages]
-        whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, asdict(self.generation)]
+        own = {name: value for name, value in asdict(self.generation).items() if name not in NEWER or value is not None}
+        whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, own]
         whole += [dict(self.template_args)] if self.template_args else []
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 

@@ -16,11 +16,15 @@ MAX_TOP_LOGPROBS, MAX_SAMPLES = 20, 128  # the maxima of OpenAI's format
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 NonEmpty = Annotated[str, Field(min_length=1)]
 # Settings that are not part of transformers' GenerationConfig.
-OURS = frozenset({"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"})
+OURS = frozenset(
+    {"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"}
+    | {"frequency_penalty", "presence_penalty", "stop_repetition"}
+)
+MAX_PENALTY = 2  # of OpenAI's format
 
 
 class GenerationSection(Strict):
-    """How the answer is decoded; fields before `max_new_tokens` are transformers' GenerationConfig."""
+    """How the answer is decoded; fields up to `min_new_tokens` are transformers' GenerationConfig."""
 
     temperature: float | None = Field(
         None,
@@ -39,6 +43,23 @@ class GenerationSection(Strict):
         None, gt=0, description="above 1: tokens that have already occurred become less likely"
     )
     min_new_tokens: int | None = Field(None, ge=0, description="minimum length of an answer")
+    frequency_penalty: float | None = Field(
+        None,
+        ge=-MAX_PENALTY,
+        le=MAX_PENALTY,
+        description="subtracted from the logits of a token for each time that the answer already contains it",
+    )
+    presence_penalty: float | None = Field(
+        None,
+        ge=-MAX_PENALTY,
+        le=MAX_PENALTY,
+        description="subtracted once from the logits of a token that the answer already contains",
+    )
+    stop_repetition: bool = Field(
+        True,
+        description="end an answer that only repeats itself (finish_reason = repetition): 8 copies of up to 64 tokens, "
+        "and at least 64 tokens",
+    )
     max_new_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
         128, description="maximum length of an answer; 0: prefill only"
     )

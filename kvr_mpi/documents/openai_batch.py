@@ -12,7 +12,7 @@ from typing import Any
 
 from kvr_mpi.documents.chat import why_not_arguments
 from kvr_mpi.documents.document import Document, OwnGeneration, kind_of
-from kvr_mpi.documents.generation import MAX_SAMPLES, MAX_TOP_LOGPROBS
+from kvr_mpi.documents.generation import MAX_PENALTY, MAX_SAMPLES, MAX_TOP_LOGPROBS
 from kvr_mpi.documents.json_schema import ANY_OBJECT, one_line, why_not_followed
 from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.errors import DocumentError
@@ -25,7 +25,7 @@ BYSTANDERS = {"metadata", "model", "prompt_cache_key", "safety_identifier", "ser
 SPECIAL = ("stop", "logprobs", "top_logprobs", "response_format", "chat_template_kwargs")
 # Fields that are accepted only with values that have no effect.
 NEUTRAL: dict[str, Any] = {
-    **{"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "echo": False, "stream": False},
+    **{"best_of": 1, "echo": False, "stream": False},
     **{"logit_bias": {}, "tool_choice": "none", "tools": []},
 }
 # Numeric settings: from the field to our name, the types, the range in words, and the test of the range.
@@ -38,6 +38,10 @@ NUMBERS: dict[str, NumberRule] = {
     "top_k": ("top_k", (int,), "at least -1", lambda value: value >= -1),
     "min_p": ("min_p", (int, float), "from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("repetition_penalty", (int, float), "more than 0", lambda value: value > 0),
+    **{
+        name: (name, (int, float), f"from -{MAX_PENALTY} to {MAX_PENALTY}", lambda value: abs(value) <= MAX_PENALTY)
+        for name in ("frequency_penalty", "presence_penalty")
+    },
     "n": ("n", (int,), f"a whole number from 1 to {MAX_SAMPLES}", lambda value: 1 <= value <= MAX_SAMPLES),
     "seed": ("seed", (int,), "a whole number", lambda value: True),
 }

@@ -16,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from kvr_mpi.errors import ConfigError, problems
 from kvr_mpi.job.combinations import check_combinations
-from kvr_mpi.job.spec import JobSpec
+from kvr_mpi.job.spec import TASK, JobSpec
+from kvr_mpi.scheduler import batch_job
 
 ENVIRONMENT_PREFIX = "KVR_"
 # What is expected, by the type of pydantic's error and with the values of its context.
@@ -108,7 +109,23 @@ def make_job(
         lines = [f"{what}: {', or '.join(found)}" for (_, what), found in findings.items()]
         raise ConfigError(problems([line.replace(", or expected ", ", or ") for line in lines])) from error
     check_combinations(spec)
-    return spec, sources
+    return _of_task(spec, environ), sources
+
+
+def _of_task(spec: JobSpec, environ: Mapping[str, str]) -> JobSpec:
+    """Replace 'task/n' in documents.shard by the share of this task of an array; outside an array, leave it."""
+    number, _, count = (spec.documents.shard or "").partition("/")
+    task = found.task if number == TASK and (found := batch_job(environ)) is not None else None
+    if task is None:
+        return spec
+    if task >= int(count):
+        raise ConfigError(
+            f"documents.shard = 'task/{count}': this is task {task} of the array, counted from 0, but there are only "
+            f"{count} shares: submit an array of {count} tasks, or raise the number"
+        )
+    documents = spec.documents.model_copy(update={"shard": f"{task}/{count}"})
+    output = spec.output.model_copy(update={"path": f"{spec.output.path}/share-{task}-of-{count}"})
+    return spec.model_copy(update={"documents": documents, "output": output})
 
 
 def show_job(spec: JobSpec, sources: Mapping[str, str]) -> list[tuple[str, str, str]]:

@@ -16,6 +16,8 @@ from kvr_mpi.store.settings import OutputSettings
 from kvr_mpi.transport.choose import TransportName
 
 EQUAL_TIME, EVEN = "equal_time", "even"
+# In documents.shard: the number of this task in the batch system's array.
+TASK = "task"
 ChunkTokens = Annotated[int, Field(ge=1), AS_TOKENS] | Literal["auto"]
 
 
@@ -61,7 +63,11 @@ class DocumentsSection(Strict):
         description="which documents come first: longest, so that the job ends soonest; shortest, so that answers "
         "come early; given, as in the corpus",
     )
-    shard: str | None = Field(None, description="'i/n': every n-th document, starting with number i (0 to n - 1)")
+    shard: str | None = Field(
+        None,
+        description="'i/n': every n-th document, starting with number i (0 to n - 1); 'task/n': i is the number of "
+        "this task in the batch system's array, and its results go to share-i-of-n in output.path",
+    )
     reuse: str | None = Field(
         None,
         min_length=1,
@@ -89,8 +95,9 @@ class DocumentsSection(Strict):
     def _shard_of_shards(cls, value: str | None) -> str | None:
         if value is not None:
             number, _, count = value.partition("/")
-            if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-                raise ValueError("expected 'i/n' with 0 <= i < n, such as '0/8'")
+            is_number = number.isdecimal() and count.isdecimal() and int(number) < int(count)
+            if not is_number and not (number == TASK and count.isdecimal() and int(count)):
+                raise ValueError("expected 'i/n' with 0 <= i < n, such as '0/8', or 'task/8' for tasks of an array")
         return value
 
     @property
@@ -102,7 +109,7 @@ class DocumentsSection(Strict):
     def share(self) -> slice:
         """The slice of the corpus that this job processes."""
         number, _, count = (self.shard or "0/1").partition("/")
-        return slice(int(number), None, int(count))
+        return slice(0 if number == TASK else int(number), None, int(count))
 
 
 class PromptSection(Strict):

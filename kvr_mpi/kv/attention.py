@@ -26,11 +26,10 @@ from kvr_mpi.partition import cut_range
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.collectives import all_gather
 
-# Widest heads that flash attention supports, and that cuDNN's attention was measured with.
-FLASH_HEAD_DIM, CUDNN_HEAD_DIM = 256, 128
-# From this many scores (heads * queries * keys) on, cuDNN's attention is used. On an H100 it is twice as fast as flash
-# attention, but makes a plan for each new pair of lengths, which takes 40 ms. At this size, 32 layers save as much.
-CUDNN_SCORES = 1 << 31
+# Widest heads that flash attention supports.
+FLASH_HEAD_DIM = 256
+# Newer flash attention, which torch activates by name: its package, by the major compute capability.
+NEW_FLASH = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
 # Largest score block the portable path makes, in elements (256 MiB in float32).
 MAX_SCORES = 1 << 26
 # Queries that share one band of keys under a sliding window.
@@ -129,9 +128,7 @@ def attend(
     The last query is aligned with the last key.
     """
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
-        return PartialAttention(
-            *params.kernel.library.attend(query, keys, values, params.scale, causal=causal, window=window)
-        )
+        return PartialAttention(*params.kernel.attend(query, keys, values, params.scale, causal=causal, window=window))
     before = keys.shape[2] - query.shape[2]
     if window is not None:
         if takes_flash(query, values, params):
@@ -151,13 +148,6 @@ def attend(
             )
             return PartialAttention(out.reshape(1, heads, queries, -1), lse.float().reshape(1, heads, queries))
         if takes_flash(query, values, params):
-            if _suits_cudnn(query, keys, causal=causal):
-                try:
-                    return _attend_cudnn(query, keys, values, params, causal=causal)
-                except torch.OutOfMemoryError:
-                    raise
-                except RuntimeError as error:  # cuDNN has no plan for these lengths
-                    _cudnn_failures(query.device).append(str(error))
             return _attend_flash(query, keys, values, params, window=None, causal=causal)
     return _attend_bent(query, keys, values, params, offset=0 if causal else None, window=None)
 
@@ -178,22 +168,24 @@ def _has_flash(device: torch.device) -> bool:
 
 
 @functools.cache
-def why_no_flash3(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Activate FlashAttention 3 if it is installed and agrees with torch's kernel; return why not, or None."""
+def why_no_new_flash(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Activate FlashAttention 3 or 4 if it is installed and agrees with torch's kernel; return why not, or None."""
     import torch.nn.attention as torchs
 
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return "it needs compute capability 9.0"
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "the package flash_attn_interface is not installed"
+    name, package = NEW_FLASH.get(torch.cuda.get_device_capability(device)[0], ("", ""))
+    if not name:
+        return "there is none for this GPU"
+    if not _is_installed(package):
+        return f"the package {package} is not installed"
 
     def outputs() -> list[PartialAttention]:
         how: Any = ({"window": None, "causal": False}, {"window": 100, "causal": True})
         parts = [_attend_flash(query, keys, values, params, **each) for each in how]
-        return [*parts, _attend_flash(query, keys[:, :, :256], values[:, :, :256], params, window=None, causal=True)]
+        parts.append(_attend_flash(query, keys[:, :, :256], values[:, :, :256], params, window=None, causal=True))
+        return [*parts, _attend_in_pages(query, keys, values, params)]
 
     def trial() -> Iterator[tuple[PartialAttention, PartialAttention]]:
-        torchs.activate_flash_attention_impl("FA3")
+        torchs.activate_flash_attention_impl(name)
         yield from zip(outputs(), before, strict=True)
 
     query, keys, values, params = _trial(device, dtype)
@@ -202,6 +194,30 @@ def why_no_flash3(device: torch.device, dtype: torch.dtype) -> str | None:
     if why is not None:
         torchs.restore_flash_attention_impl(_raise_warn=False)
     return why
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def _attend_in_pages(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+) -> PartialAttention:
+    """Attend from one token each of two sequences in pages of 256 rows, as decode steps do (`_trial`)."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    edges, used = (torch.tensor(each, dtype=torch.int32, device=query.device) for each in ([0, 1, 2], [700, 256]))
+    table = torch.tensor([[2, 0, 1], [1, 0, 0]], dtype=torch.int32, device=query.device)
+    its_keys, its_values = (each[0, 0].reshape(-1, 256, 1, each.shape[-1]) for each in (keys, values))
+    group = query[0, :4, :2].transpose(0, 1).contiguous()
+    options: Any = {"return_aux": AuxRequest(lse=True), "scale": params.scale, "enable_gqa": True}
+    out, lse = varlen_attn(
+        group, its_keys, its_values, edges, edges, 1, 768, **options, seqused_k=used, block_table=table
+    )
+    return PartialAttention(out, lse.float())
 
 
 def _trial(
@@ -231,47 +247,14 @@ def _why_they_differ(trial: Iterator[tuple[PartialAttention, PartialAttention]])
     return None
 
 
-def _suits_cudnn(query: torch.Tensor, keys: torch.Tensor, *, causal: bool) -> bool:
-    """Whether cuDNN's attention is faster than flash attention here, including the time for its plan."""
-    scores = query.shape[1] * query.shape[2] * keys.shape[2] // (2 if causal else 1)
-    if scores < CUDNN_SCORES or query.shape[-1] > CUDNN_HEAD_DIM or _cudnn_failures(query.device):
-        return False
-    return _has_cudnn(query.device, query.dtype)
-
-
-@functools.cache
-def _cudnn_failures(device: torch.device) -> list[str]:
-    """Failures of cuDNN on a device; after the first one, cuDNN is not tried again."""
-    return []
-
-
-@functools.cache
-def _has_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether cuDNN's attention is fast on this GPU (Hopper) and agrees with flash attention in a trial.
-
-    FlashAttention 3 is as fast, and makes no plans.
-    """
-    if torch.cuda.get_device_capability(device) < (9, 0) or why_no_flash3(device, dtype) is None:
-        return False
-    query, keys, values, params = _trial(device, dtype)
-
-    def trial() -> Iterator[tuple[PartialAttention, PartialAttention]]:
-        for last in (256, 768):  # causal over as many keys as queries; then over more keys
-            given = query, keys[:, :, :last], values[:, :, :last], params
-            mine = _attend_cudnn(*given, causal=last == 256)
-            yield mine, _attend_flash(*given, window=None, causal=last == 256)
-
-    return _why_they_differ(trial()) is None  # it may be missing, or not the version that torch was built for
-
-
 def name_attention(device: torch.device) -> str:
     """Name the attention kernels that a GPU uses for 16-bit tensors."""
     if not _has_flash(device):
         return "FlexAttention, plain"
-    if why_no_flash3(device, torch.bfloat16) is None:
-        return "FlashAttention 3, FlexAttention, plain"
-    cudnn = "cuDNN, " if _has_cudnn(device, torch.bfloat16) else ""
-    return f"{cudnn}flash, FlexAttention, plain"
+    if why_no_new_flash(device, torch.bfloat16) is None:
+        version = NEW_FLASH[torch.cuda.get_device_capability(device)[0]][0].removeprefix("FA")
+        return f"FlashAttention {version}, FlexAttention, plain"
+    return "flash, FlexAttention, plain"
 
 
 def _attend_flash(
@@ -306,20 +289,6 @@ def _attend_flash(
         window_size_right=right,
     )
     return PartialAttention(out.transpose(1, 2), lse.float())
-
-
-def _attend_cudnn(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, *, causal: bool
-) -> PartialAttention:
-    """Run cuDNN's attention on a GPU: over all keys, or causally over as many keys as queries.
-
-    The result has the shapes of `_attend_flash`.
-    """
-    assert not causal or query.shape[2] == keys.shape[2], "its first query stands at the first key"
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        query, keys, values, None, True, 0.0, causal, False, scale=params.scale
-    )
-    return PartialAttention(out, lse.squeeze(-1))
 
 
 def _attend_bent(

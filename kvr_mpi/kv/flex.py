@@ -45,7 +45,7 @@ def suits_flex(query: torch.Tensor, values: torch.Tensor) -> bool:
 
 @functools.cache
 def compiles(device: torch.device) -> bool:
-    """Whether torch can compile kernels for this GPU (Ampere or newer)."""
+    """Whether torch can compile kernels for this GPU (Ampere or newer; AMD's have other numbers, all above)."""
     return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -100,7 +100,8 @@ def _options(device: torch.device, head_dim: int) -> dict[str, Any]:
     if device.type != "cuda" or head_dim <= 64:
         return KERNEL
     about: Any = torch.cuda.get_device_properties(device)
-    room = about.shared_memory_per_block_optin
+    # torch on ROCm has no such property: there, a block may have all of it.
+    room = getattr(about, "shared_memory_per_block_optin", None) or about.shared_memory_per_block
     if head_dim <= 256 and room >= OWN_BYTES:
         return KERNEL
     side = 32 if head_dim > 256 and room < WIDE_BYTES else 64  # 101,376 bytes on graphics cards

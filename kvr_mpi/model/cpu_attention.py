@@ -1,8 +1,9 @@
 """Attention on CPUs with our own kernels, where they are faster than torch's.
 
 torch's flash attention multiplies blocks with general matrix products. Our prefill kernel keeps a tile of queries in
-registers and computes little above the diagonal (``tiled_attention.cpp``). Our decode kernel reads keys and values
-once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels are compiled once per processor
+registers and computes little above the diagonal (``tiled_attention.cpp``). Another one computes bfloat16 with AMX, if
+the processor has it and the operating system permits it (``amx_attention.cpp``). Our decode kernel reads keys and
+values once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels are compiled once per processor
 (`tuning.compiled_attention`), and used for the numbers of queries at which they were measured to be faster
 (`tuning.kernels`). Without a compiler, torch's attention is used.
 """
@@ -10,7 +11,6 @@ once, at nearly memory bandwidth (``decode_attention.cpp``). The kernels are com
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,19 @@ import numpy as np
 import torch
 
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
+from kvr_mpi.model.kernels import named as _named
 from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeights
+from kvr_mpi.model.row_functions import RowFunctions
 from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
 
 # All sources form one library, together with the matrix products.
-_NAMES = "tiled_attention.cpp decode_attention.cpp narrow_product.cpp panel_product.cpp half_product.cpp".split()
-SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-HEADERS = [Path(__file__).with_name(name) for name in ("lanes.h", "halves.h", "panels.h", "threads.h")]
-OWN = "own kernel"
+_NAMES = (
+    "tiled_attention decode_attention narrow_product panel_product half_product row_functions amx_attention".split()
+)
+SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in _NAMES]
+_NAMES = "lanes halves panels threads attention amx_tiles".split()
+HEADERS = [Path(__file__).with_name(f"{name}.h") for name in _NAMES]
+OWN, AMX = "own kernel", "AMX tiles"
 # The dtypes of keys and values, in the order of `Kind` in ``halves.h``; and those of weights that are widened.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = DTYPES[1:]
@@ -50,12 +55,6 @@ class _Layer(ctypes.Structure):
     )
 
 
-def _named(what: str) -> AbstractContextManager[Any]:
-    """Name a block for the profiler, if one is active, since naming costs as much as a kernel call."""
-    at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return torch.profiler.record_function(what) if at_work else nullcontext()
-
-
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("units", "group", "dim", "query_head")),
@@ -64,20 +63,66 @@ class _Step(ctypes.Structure):
     )
 
 
+class PrefillAttention:
+    """One of the prefill kernels of a shared library.
+
+    name : of its function, such as ``kvr_attention``.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self._attend, self._room = getattr(library, name), getattr(library, f"{name}_room")
+        self._attend.restype, self._attend.argtypes = None, [ctypes.c_void_p] * 7 + [ctypes.c_int64]
+        self._room.restype, self._room.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *,
+        causal: bool,
+        window: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend as in `KernelLibrary.attend`."""
+        (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
+        assert queries <= count if causal else window is None
+        group, threads = heads // kv_heads, torch.get_num_threads()
+        out = torch.empty(1, queries, heads, dim).transpose(1, 2)
+        lse = torch.empty(1, heads, queries)
+        room = torch.empty(self._room(dim, count, threads))
+        strides = query.stride(1), query.stride(2), keys.stride(2), values.stride(2), out.stride(1), out.stride(2)
+        shape = _Shape(group, queries, count, dim, *strides, scale, causal, window or count, DTYPES.index(query.dtype))
+        with _named("tiled attention"):
+            for head in range(kv_heads):
+                of_group = slice(head * group, head * group + group)
+                tensors = query[:, of_group], keys[:, head], values[:, head], out[:, of_group], lse[:, of_group], room
+                self._attend(ctypes.byref(shape), *(each.data_ptr() for each in tensors), threads)
+        return out, lse
+
+
+def amx_attention(library: ctypes.CDLL) -> PrefillAttention | None:
+    """Return the kernel for AMX; None if it was not compiled, or this process may not use AMX."""
+    if not hasattr(library, "kvr_amx_allowed") or not library.kvr_amx_allowed():
+        return None
+    return PrefillAttention(library, "kvr_amx_attention")
+
+
 class KernelLibrary:
     """The compiled kernels: a shared library made of `SOURCES`.
 
     identity : the name of its folder, unique for its code and processor.
     multiple : head_dim must be a multiple of this.
+    amx : attention in bfloat16 on AMX tiles, for any head_dim; None where this process may not use them.
+    rows : its norms, gates and rotary embeddings.
 
     Raises `OSError` if the library cannot be loaded; `AttributeError` if it lacks one of the functions.
     """
 
     def __init__(self, file: Path) -> None:
         library, self.identity = ctypes.CDLL(str(file)), file.parent.name
-        self._attend, self._room = library.kvr_attention, library.kvr_attention_room
-        self._attend.restype, self._attend.argtypes = None, [ctypes.c_void_p] * 7 + [ctypes.c_int64]
-        self._room.restype, self._room.argtypes = ctypes.c_int64, [ctypes.c_int64] * 3
+        self._tiled = PrefillAttention(library, "kvr_attention")
+        self.amx = amx_attention(library)
         self._decode, self._piece = library.kvr_decode_attention, int(library.kvr_decode_piece())
         self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 3 + [ctypes.c_int64]
         self.multiple = int(library.kvr_attention_multiple())
@@ -101,20 +146,15 @@ class KernelLibrary:
             multiply = getattr(library, f"kvr_product_of_{str(dtype).removeprefix('torch.')}")
             multiply.restype, multiply.argtypes = None, [pointer, pointer, size, pointer, pointer, size]
             self._multiply_halves[dtype] = multiply
+        self.rows = RowFunctions(library, DTYPES)
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, whatever their lengths."""
-        dtype = query.dtype
-        if dtype not in DTYPES:
-            return False
-        for each in (query, keys, values):  # subclasses may have no memory of their own
-            if type(each) is not torch.Tensor or each.dtype != dtype or each.device.type != "cpu":
-                return False
-            if each.stride(-1) != 1:
-                return False
-        (batch, heads, _, dim), shape = query.shape, keys.shape
-        fits = shape == values.shape and batch == shape[0] == 1 and dim == shape[3] and heads % max(shape[1], 1) == 0
-        return fits and dim % self.multiple == 0 and min(shape) > 0
+        return query.shape[-1] % self.multiple == 0 and query.dtype in DTYPES and _fit(query, keys, values)
+
+    def takes_amx(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether the kernel for AMX supports these queries and keys, whatever their lengths."""
+        return self.amx is not None and query.dtype == torch.bfloat16 and _fit(query, keys, values)
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
         """Whether the kernel supports one query per head of several documents."""
@@ -147,25 +187,14 @@ class KernelLibrary:
         queries), both float32.
         """
         (_, heads, queries, dim), (_, kv_heads, count, _) = query.shape, keys.shape
-        assert queries <= count if causal else window is None
         if queries == 1:
+            assert causal or window is None
             firsts = None if window is None else np.array([max(0, count - window)])
             pairs = enumerate(zip(keys[0].unbind(0), values[0].unbind(0), strict=True))
             table = UnitTable(1, kv_heads, [Unit(0, head, *pair) for head, pair in pairs])
             one, lse = self.attend_units(query, table, np.array([count]), scale, firsts)
             return one.view(1, heads, 1, dim), lse.view(1, heads, 1)
-        group, threads = heads // kv_heads, torch.get_num_threads()
-        out = torch.empty(1, queries, heads, dim).transpose(1, 2)
-        lse = torch.empty(1, heads, queries)
-        room = torch.empty(self._room(dim, count, threads))
-        strides = query.stride(1), query.stride(2), keys.stride(2), values.stride(2), out.stride(1), out.stride(2)
-        shape = _Shape(group, queries, count, dim, *strides, scale, causal, window or count, DTYPES.index(query.dtype))
-        with _named("tiled attention"):
-            for head in range(kv_heads):
-                of_group = slice(head * group, head * group + group)
-                tensors = query[:, of_group], keys[:, head], values[:, head], out[:, of_group], lse[:, of_group], room
-                self._attend(ctypes.byref(shape), *(each.data_ptr() for each in tensors), threads)
-        return out, lse
+        return self._tiled.attend(query, keys, values, scale, causal=causal, window=window)
 
     def attend_units(
         self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
@@ -259,6 +288,18 @@ class KernelLibrary:
         return None
 
 
+def _fit(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether these are plain tensors of one dtype, whose shapes fit each other."""
+    for each in (query, keys, values):  # subclasses may have no memory of their own
+        if type(each) is not torch.Tensor or each.dtype != query.dtype or each.device.type != "cpu":
+            return False
+        if each.stride(-1) != 1:
+            return False
+    (batch, heads, _, dim), shape = query.shape, keys.shape
+    fits = shape == values.shape and batch == shape[0] == 1 and dim == shape[3] and heads % max(shape[1], 1) == 0
+    return fits and min(shape) > 0
+
+
 def _checked(rows: torch.Tensor, features: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return rows (..., features) that the products support, one after the other in memory."""
     if rows.dtype != dtype or rows.device.type != "cpu" or type(rows) is not torch.Tensor:
@@ -282,7 +323,24 @@ class CpuAttention:
 
     def takes(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether the kernel supports these queries and keys, and was measured to be faster."""
-        return way_for(self.ways, query.shape[2]) != PLAIN and self.library.takes(query, keys, values)
+        way = way_for(self.ways, query.shape[2])
+        takes = self.library.takes_amx if way == AMX else self.library.takes
+        return way != PLAIN and takes(query, keys, values)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        *,
+        causal: bool,
+        window: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend as in `KernelLibrary.attend`, with the kernel for this number of queries."""
+        way = way_for(self.ways, query.shape[2])
+        kernel = self.library.amx if way == AMX and self.library.amx is not None else self.library
+        return kernel.attend(query, keys, values, scale, causal=causal, window=window)
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
         """Whether the kernel supports one query per head of several documents, and was measured to be faster."""

@@ -16,8 +16,10 @@
 #include <limits>
 
 constexpr int MOST_ROWS = 4;  // query heads that share a key in registers
-constexpr int BLOCK = 128, PIECE = BLOCK;  // keys
+constexpr int BLOCK = 128, PIECE = 2 * BLOCK;  // keys
+constexpr int ROOM = BLOCK + LANES;            // for the scores of a block
 constexpr int AHEAD = 32;  // prefetch distance in rows
+template <typename T> constexpr int64_t LINE = 64 / sizeof(T);  // numbers in a cache line
 
 // One query of each head of a group, which share a KV head of a document. Strides are in elements; of features 1.
 struct Unit {
@@ -32,47 +34,68 @@ struct Step {
     int64_t kind;  // of queries, keys and values
 };
 
-// Scores (ROWS, BLOCK) of some queries (ROWS, dim) and a block of keys.
-template <int ROWS, typename T>
-static void score(const float *query, const T *keys, int64_t row, int64_t count, int64_t dim, float *scores) {
-    constexpr int AT_ONCE = LANES / ROWS;  // keys per tile, so that the sums of a tile fill one vector
-    for (int64_t t = 0; t < count; t += AT_ONCE) {
-        const T *key[AT_ONCE];
-        for (int k = 0; k < AT_ONCE; ++k) key[k] = keys + std::min(t + k, count - 1) * row;
-        for (int k = 0; k < AT_ONCE; ++k)
-            for (int64_t d = 0; d < dim; d += LANES) __builtin_prefetch(key[k] + AHEAD * row + d);
-        Lanes sums[LANES] = {};
-        for (int64_t d = 0; d < dim; d += LANES)
-#pragma GCC unroll 16
-            for (int k = 0; k < AT_ONCE; ++k) {
-                const Lanes features = load(key[k] + d);
-#pragma GCC unroll 4
-                for (int r = 0; r < ROWS; ++r) sums[r * AT_ONCE + k] += load(query + r * dim + d) * features;
-            }
+// The sums of the lanes of ROWS x KEYS vectors, to scores (ROWS, ROOM).
+template <int ROWS, int KEYS> static inline void store_sums(Lanes *sums, float *scores) {
+    if constexpr (ROWS * KEYS <= LANES) {
         float found[LANES];
         store(found, sums_of(sums));
-        const int some = static_cast<int>(std::min<int64_t>(AT_ONCE, count - t));
-        for (int r = 0; r < ROWS; ++r) std::copy_n(found + r * AT_ONCE, some, scores + r * BLOCK + t);
+        for (int r = 0; r < ROWS; ++r) std::copy_n(found + r * KEYS, KEYS, scores + r * ROOM);
+    } else {
+        static_assert(KEYS == 4);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            const auto four = sums_of_four(sums + r * KEYS);
+            __builtin_memcpy(scores + r * ROOM, &four, sizeof four);
+        }
     }
 }
 
-// Multiply sums (ROWS, dim) by each row's `keep`, and add a block's values, weighted by (ROWS, BLOCK).
-template <int ROWS, int VECTORS, typename T>
+// Scores (ROWS, ROOM) of some queries (ROWS, dim) and a block of keys; excess keys get some score.
+template <int ROWS, typename T>
+static void score(const float *query, const T *keys, int64_t row, int64_t count, int64_t dim, float *scores) {
+    constexpr int KEYS = ROWS == 3 && LANES == 8 ? 4 : LANES / ROWS;  // per tile, whose sums stay in registers
+    for (int64_t t = 0; t < count; t += KEYS) {
+        const T *key[KEYS];
+        for (int k = 0; k < KEYS; ++k) key[k] = keys + std::min(t + k, count - 1) * row;
+        for (int k = 0; k < KEYS; ++k)
+            for (int64_t d = 0; d < dim; d += LINE<T>) __builtin_prefetch(key[k] + AHEAD * row + d);
+        Lanes sums[std::max(LANES, ROWS * KEYS)] = {};
+        for (int64_t d = 0; d < dim; d += WIDE)
+#pragma GCC unroll 16
+            for (int k = 0; k < KEYS; ++k) {
+                Lanes pair[2];
+                load_pair(key[k] + d, pair);
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; ++part)
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; ++r)
+                        sums[r * KEYS + k] += load(query + r * dim + d + part * LANES) * pair[part];
+            }
+        store_sums<ROWS, KEYS>(sums, scores + t);
+    }
+}
+
+// Multiply sums (ROWS, dim) by each row's `keep`, and add a block's values, weighted by (ROWS, ROOM).
+template <int ROWS, int PAIRS, typename T>
 static void gather(const float *weights, const T *values, int64_t row, int64_t count, int64_t dim, const float *keep,
                    float *sums) {
-    for (int64_t d = 0; d < dim; d += VECTORS * LANES) {
+    constexpr int VECTORS = 2 * PAIRS;
+    for (int64_t d = 0; d < dim; d += PAIRS * WIDE) {
         Lanes own[ROWS][VECTORS];
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; ++v) own[r][v] = load(sums + r * dim + d + v * LANES) * keep[r];
         for (int64_t t = 0; t < count; ++t) {
-            for (int v = 0; v < VECTORS; ++v) __builtin_prefetch(values + (t + AHEAD) * row + d + v * LANES);
+            for (int64_t l = 0; l < PAIRS * WIDE; l += LINE<T>) __builtin_prefetch(values + (t + AHEAD) * row + d + l);
+#pragma GCC unroll 2
+            for (int p = 0; p < PAIRS; ++p) {
+                Lanes pair[2];
+                load_pair(values + t * row + d + p * WIDE, pair);
+#pragma GCC unroll 2
+                for (int part = 0; part < 2; ++part)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; ++v) {
-                const Lanes features = load(values + t * row + d + v * LANES);
-#pragma GCC unroll 4
-                for (int r = 0; r < ROWS; ++r) own[r][v] += weights[r * BLOCK + t] * features;
+                    for (int r = 0; r < ROWS; ++r) own[r][2 * p + part] += weights[r * ROOM + t] * pair[part];
             }
         }
 #pragma GCC unroll 4
@@ -94,16 +117,17 @@ static void attend(const Step &s, const Unit &unit, const float *query, int64_t 
                    const Part &part) {
     const T *keys = static_cast<const T *>(unit.keys) + begin * unit.key_row;
     const T *values = static_cast<const T *>(unit.values) + begin * unit.value_row;
-    float scores[ROWS * BLOCK], keep[ROWS];
+    float scores[ROWS * ROOM], keep[ROWS];
     score<ROWS>(query + first * s.dim, keys, unit.key_row, count, s.dim, scores);
     const int64_t wide = (count + WIDE - 1) / WIDE * WIDE;
     for (int r = 0; r < ROWS; ++r)
-        keep[r] = weigh(scores + r * BLOCK, 0, count, wide, part.most[first + r], part.total[first + r]);
+        keep[r] = weigh(scores + r * ROOM, 0, count, wide, part.most[first + r], part.total[first + r]);
     float *sums = part.sums + first * s.dim;
-    if (LANES == 16 && s.dim % (4 * LANES) == 0)
-        gather<ROWS, 4>(scores, values, unit.value_row, count, s.dim, keep, sums);
+    constexpr int PAIRS = ROWS < 4 || LANES == 16 ? 2 : 1;  // as many sums as fit in registers
+    if (s.dim % (PAIRS * WIDE) == 0)
+        gather<ROWS, PAIRS>(scores, values, unit.value_row, count, s.dim, keep, sums);
     else
-        gather<ROWS, 2>(scores, values, unit.value_row, count, s.dim, keep, sums);
+        gather<ROWS, 1>(scores, values, unit.value_row, count, s.dim, keep, sums);
 }
 
 template <typename T>
@@ -113,8 +137,8 @@ static void attend_piece(const Step &s, const Unit &unit, const float *query, in
     std::fill_n(part.total, s.group, 0.0f);
     const int64_t end = std::min(unit.count, (piece + 1) * PIECE);
     for (int64_t begin = piece * PIECE; begin < end; begin += BLOCK)
-        for (int64_t first = 0; first < s.group; first += MOST_ROWS) {
-            const int64_t rows = std::min<int64_t>(MOST_ROWS, s.group - first);
+        for (int64_t turns = (s.group + MOST_ROWS - 1) / MOST_ROWS, first = 0, rows; turns > 0; --turns, first += rows) {
+            rows = (s.group - first + turns - 1) / turns;
             (rows == 4   ? attend<4, T>
              : rows == 3 ? attend<3, T>
              : rows == 2 ? attend<2, T>
@@ -122,18 +146,23 @@ static void attend_piece(const Step &s, const Unit &unit, const float *query, in
         }
 }
 
-// Merge the pieces of a head's keys, which may be in several units.
-static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pieces) {
+// Merge the pieces of a head's keys, which may be in several units. Sums are pairs of numbers; the output is not.
+template <typename T> static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pieces) {
     for (int64_t g = 0; g < s.group; ++g) {
         float most = parts[0].most[g], total = 0, *out = unit.out + g * s.dim;
         for (int64_t p = 1; p < pieces; ++p) most = std::max(most, parts[p].most[g]);
-        std::fill_n(out, s.dim, 0.0f);
         for (int64_t p = 0; p < pieces; ++p) {
-            const float weight = std::exp2(parts[p].most[g] - most), *sums = parts[p].sums + g * s.dim;
+            const float weight = parts[p].most[g] = std::exp2(parts[p].most[g] - most);
             total += weight * parts[p].total[g];
-            for (int64_t d = 0; d < s.dim; ++d) out[d] += weight * sums[d];
         }
-        for (int64_t d = 0; d < s.dim; ++d) out[d] /= total;
+        for (int64_t d = 0; d < s.dim; d += WIDE) {
+            Lanes sums[2] = {};
+            for (int64_t p = 0; p < pieces; ++p)
+                for (int part = 0; part < 2; ++part)
+                    sums[part] += load(parts[p].sums + g * s.dim + d + part * LANES) * parts[p].most[g];
+            for (int part = 0; part < 2; ++part)
+                for (int l = 0; l < LANES; ++l) out[d + place_in_pair<T>(part, l)] = sums[part][l] / total;
+        }
         unit.lse[g] = (most + std::log2(total)) / LOG2_E;
     }
 }
@@ -147,8 +176,12 @@ template <typename T> static void attend_all(const Step &s, const Unit *units, f
     for (int64_t u = 0; u < s.units; ++u) {
         const T *query = static_cast<const T *>(units[u].query);
         for (int64_t g = 0; g < s.group; ++g)  // softmax weights are computed as powers of two
-            for (int64_t d = 0; d < s.dim; d += LANES)
-                store(queries + (u * s.group + g) * s.dim + d, load(query + g * s.query_head + d) * (s.scale * LOG2_E));
+            for (int64_t d = 0; d < s.dim; d += WIDE) {
+                Lanes pair[2];
+                load_pair(query + g * s.query_head + d, pair);
+                for (int part = 0; part < 2; ++part)
+                    store(queries + (u * s.group + g) * s.dim + d + part * LANES, pair[part] * (s.scale * LOG2_E));
+            }
         for (int64_t piece = 0; piece * PIECE < units[u].count; ++piece, free += s.group * (s.dim + 2))
             parts.push_back({free, free + s.group * s.dim, free + s.group * (s.dim + 1)});
         firsts.push_back(parts.size());
@@ -172,7 +205,7 @@ template <typename T> static void attend_all(const Step &s, const Unit *units, f
     });
     for (int64_t u = 0, end; u < s.units; u = end) {  // units with the same output belong to one head
         for (end = u + 1; end < s.units && units[end].out == units[u].out;) ++end;
-        merge(s, units[u], &parts[firsts[u]], firsts[end] - firsts[u]);
+        merge<T>(s, units[u], &parts[firsts[u]], firsts[end] - firsts[u]);
     }
 }
 

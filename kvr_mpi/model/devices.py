@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvr_mpi.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
 
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-REMEDY = (
+NVIDIA_DRIVER, AMD_DRIVER = Path("/proc/driver/nvidia/version"), Path("/dev/kfd")
+AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+INTEL_CARDS = Path("/sys/class/drm")
+# More SIMD units than the graphics of AMD's processors have, on which nobody expects a job to run.
+LEAST_SIMDS = 96
+# The PCI class of Intel's data center GPUs; desktop graphics are VGA controllers.
+INTEL, DISPLAY_CONTROLLER = "0x8086", "0x0380"
+ON_CPU = "model.device = 'cpu' runs on the CPU cores"
+NVIDIA_REMEDY = (
     "request GPUs for the job, or install a torch for the CUDA version in `nvidia-smi`, e.g. `pip install torch "
-    "--index-url https://download.pytorch.org/whl/cu126`; model.device = 'cpu' runs on the CPU cores"
+    f"--index-url https://download.pytorch.org/whl/cu126`; {ON_CPU}"
 )
+AMD_REMEDY = (
+    "install a torch for ROCm, e.g. `pip install torch --index-url https://download.pytorch.org/whl/rocm7.2`, or make "
+    f"sure that this user may open {AMD_DRIVER} (group `render`); kvr-mpi has never run on an AMD GPU; {ON_CPU}"
+)
+
+
+class UnusableGpu(NamedTuple):
+    """A GPU of this machine that jobs cannot use: why, and what to do about it."""
+
+    reason: str
+    remedy: str
 
 
 def choose_device(name: str, index: int) -> torch.device:
@@ -27,8 +46,8 @@ def choose_device(name: str, index: int) -> torch.device:
     """
     import torch
 
-    if name != "cpu" and (reason := explain_unusable_gpu()):
-        raise ModelError(f"model.device = {name!r}: {reason}; {REMEDY}")
+    if name != "cpu" and (unusable := find_unusable_gpu()) is not None:
+        raise ModelError(f"model.device = {name!r}: {unusable.reason}; {unusable.remedy}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             "model.device = 'cuda', but this rank sees no GPU; use 'auto' or 'cpu', or request GPUs for the job"
@@ -49,23 +68,63 @@ def visible_gpus() -> list[str]:
     return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
 
 
-def explain_unusable_gpu(environ: Mapping[str, str] = os.environ) -> str:
-    """Explain why torch finds no GPU although the machine has a driver and torch is built for CUDA.
+def find_unusable_gpu(environ: Mapping[str, str] = os.environ) -> UnusableGpu | None:
+    """Find a GPU of this machine that torch cannot use; the reason contains torch's own.
 
-    The result contains torch's own reason. It is empty if torch finds a GPU, or if none is expected: without a driver,
-    with a torch without CUDA, or if ``CUDA_VISIBLE_DEVICES`` hides all GPUs.
+    None if torch finds a GPU, or if none is expected: without a driver, with a torch without CUDA beside an NVIDIA
+    driver, or if ``CUDA_VISIBLE_DEVICES`` or AMD's variables hide all GPUs.
     """
     import torch
 
-    is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    if is_hidden or not NVIDIA_DRIVER.exists() or not torch.version.cuda or torch.cuda.is_available():
-        return ""
+    def is_hidden(*names: str) -> bool:
+        return any(environ.get(name, "all").strip() in ("", "-1") for name in names)
+
+    if torch.cuda.is_available():
+        return None
+    if NVIDIA_DRIVER.exists():
+        if not torch.version.cuda or is_hidden("CUDA_VISIBLE_DEVICES"):
+            return None
+        built = f"there is an NVIDIA driver and torch is built for CUDA {torch.version.cuda}"
+        return UnusableGpu(f"{built}, but finds no GPU: {_reason_of_torch()}", NVIDIA_REMEDY)
+    if AMD_DRIVER.exists() and not is_hidden("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") and _has_large_amd_gpu():
+        if torch.version.hip:
+            built = f"torch is built for ROCm {torch.version.hip}, but finds no GPU: {_reason_of_torch()}"
+        else:
+            built = f"torch {torch.__version__} is not built for it"
+        return UnusableGpu(f"there is an AMD GPU, and {built}", AMD_REMEDY)
+    if not is_hidden("ZE_AFFINITY_MASK") and _has_intel_gpu():
+        return UnusableGpu("there is an Intel GPU, on which kvr-mpi does not run", ON_CPU)
+    return None
+
+
+def _reason_of_torch() -> str:
+    """Return why torch cannot use the GPUs: an old driver, a GPU in a bad state, or no GPU allocated."""
+    import torch
+
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        reason = "torch.cuda.is_available() is False"
-    except (RuntimeError, AssertionError) as error:  # old driver, GPU in a bad state, or no GPU allocated
-        reason = " ".join(str(error).split()).rstrip(".")
-    return f"there is an NVIDIA driver and torch is built for CUDA {torch.version.cuda}, but finds no GPU: {reason}"
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split()).rstrip(".")
+    return "torch.cuda.is_available() is False"
+
+
+def _has_large_amd_gpu() -> bool:
+    """Whether the driver lists a GPU that is more than a processor's graphics."""
+    for node in AMD_NODES.glob("*/properties"):
+        with contextlib.suppress(OSError, ValueError):
+            found = dict(line.split(maxsplit=1) for line in node.read_text().splitlines() if " " in line)
+            if int(found.get("simd_count", "0")) >= LEAST_SIMDS:
+                return True
+    return False
+
+
+def _has_intel_gpu() -> bool:
+    for vendor in INTEL_CARDS.glob("card*/device/vendor"):
+        with contextlib.suppress(OSError):
+            is_display = vendor.with_name("class").read_text().startswith(DISPLAY_CONTROLLER)
+            if is_display and vendor.read_text().strip() == INTEL:
+                return True
+    return False
 
 
 def copy_to_host(*tensors: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:

@@ -17,7 +17,8 @@ constexpr int64_t DEPTH = 384, ROWS = 384;  // ROWS is a multiple of TILE
 constexpr int64_t MOST_PANELS = 64;  // per task, whose sums are kept
 constexpr int64_t ROWS_ROOM = ROWS * DEPTH + LANES, PANEL_ROOM = (DEPTH + LANES) * WIDE;
 constexpr int HALVES_LINE = 32;  // numbers in a cache line
-constexpr int64_t FEW = 16, TURN = 64;  // rows that are few; outputs that a thread takes at a time
+constexpr int64_t FEW = 16, AT_ONCE = 8;  // rows that are few; that share weights in registers
+constexpr int64_t TURN = 128;  // most outputs that a thread takes at a time
 
 // The weights (outs, features) of a layer, the first elements of rows of `row` elements, and its bias (outs) or null.
 template <class Number> struct Layer {
@@ -95,112 +96,117 @@ static void many(const Layer<Number> &layer, const Number *rows, int64_t count, 
     in_threads(threads, work);
 }
 
-// Widen 2 x LANES numbers, in an order that is the same for rows and weights: a pair of bfloat16 is one word.
-static inline void load_pair(const BFloat16 *from, Lanes *pair) {
-    const Words both = *reinterpret_cast<const Words *>(from);
-    pair[0] = (Lanes)(both << 16), pair[1] = (Lanes)(both & 0xffff0000);
-}
-static inline void load_pair(const Float16 *from, Lanes *pair) { pair[0] = load(from), pair[1] = load(from + LANES); }
-
-// Products (OUTS, COUNT) of widened rows and the weights from output `out` on.
-template <int COUNT, class Number>
-static inline Lanes multiply_few(const Layer<Number> &layer, const float *const *rows, int64_t out) {
-    constexpr int OUTS = LANES / COUNT;
-    const Number *weights = layer.weights + out * layer.row;
+// Products (OUTS, COUNT) of interleaved rows and the weights of some outputs, of which those `ahead` are prefetched.
+template <int COUNT, int OUTS, class Number>
+static inline Lanes multiply_few(const float *rows, const Number *const *weights, int64_t ahead, int64_t features) {
     Lanes sums[LANES] = {};
-    int64_t begin = 0;
-    do {
+    for (int64_t f = 0; f < features; f += HALVES_LINE) {
 #pragma GCC unroll 16
-        for (int o = 0; o < OUTS; ++o) __builtin_prefetch(weights + (o + OUTS) * layer.row + begin);
+        for (int o = 0; o < OUTS; ++o) __builtin_prefetch(weights[o] + ahead + f);
 #pragma GCC unroll 2
-        for (int64_t f = begin; f < begin + HALVES_LINE; f += 2 * LANES) {
+        for (int64_t p = f; p < f + HALVES_LINE; p += 2 * LANES, rows += COUNT * 2 * LANES) {
             Lanes pairs[OUTS][2];
-            if constexpr (OUTS <= COUNT) {
+            if constexpr (OUTS <= COUNT) {  // a row is read once for all outputs, else weights once for all rows
 #pragma GCC unroll 16
-                for (int o = 0; o < OUTS; ++o) load_pair(weights + o * layer.row + f, pairs[o]);
-#pragma GCC unroll 16
-                for (int r = 0; r < COUNT; ++r)
+                for (int o = 0; o < OUTS; ++o) load_pair(weights[o] + p, pairs[o]);
 #pragma GCC unroll 2
-                    for (int part = 0; part < 2; ++part) {
-                        const Lanes own = load(rows[r] + f + part * LANES);
+                for (int part = 0; part < 2; ++part)
+#pragma GCC unroll 16
+                    for (int r = 0; r < COUNT; ++r) {
+                        const Lanes own = load(rows + (2 * r + part) * LANES);
 #pragma GCC unroll 16
                         for (int o = 0; o < OUTS; ++o) sums[o * COUNT + r] += own * pairs[o][part];
                     }
             } else {
 #pragma GCC unroll 16
                 for (int o = 0; o < OUTS; ++o) {
-                    load_pair(weights + o * layer.row + f, pairs[o]);
+                    load_pair(weights[o] + p, pairs[o]);
 #pragma GCC unroll 16
                     for (int r = 0; r < COUNT; ++r)
 #pragma GCC unroll 2
                         for (int part = 0; part < 2; ++part)
-                            sums[o * COUNT + r] += load(rows[r] + f + part * LANES) * pairs[o][part];
+                            sums[o * COUNT + r] += load(rows + (2 * r + part) * LANES) * pairs[o][part];
                 }
             }
         }
-        begin += HALVES_LINE;
-    } while (begin < layer.features);
+    }
     return sums_of(sums);
 }
 
-// Outputs from `begin` to `end`, for up to COUNT rows; for missing rows, the last one is read again, for no result.
+// Outputs from `begin` to `end`, at most TURN, of COUNT interleaved rows. Weights are read as several streams, each of
+// adjacent outputs: the longer a stream, the better processors prefetch it. Streams overlap if the outputs do not
+// divide evenly.
 template <int COUNT, class Number>
-static void some(const Layer<Number> &layer, const float *rows, int64_t count, int64_t begin, int64_t end, Number *out) {
+static void some(const Layer<Number> &layer, const float *rows, int64_t begin, int64_t end, Number *out) {
     constexpr int OUTS = LANES / COUNT;
-    const float *each[COUNT];
-    for (int64_t r = 0; r < COUNT; ++r) each[r] = rows + std::min(r, count - 1) * layer.features;
-    for (int64_t o = begin; o < end; o += OUTS) {
-        const int64_t first = std::min(o, layer.outs - OUTS);
-        Lanes products = multiply_few<COUNT>(layer, each, first);
-        if (layer.bias) {
-            const Lanes bias = load_some(layer.bias + first, OUTS);
-            for (int l = 0; l < LANES; ++l) products[l] += bias[l / COUNT];
-        }
-        Number found[LANES];
-        store(found, products);
-        for (int64_t r = 0; r < count; ++r)
-            for (int64_t i = 0; i < OUTS; ++i) out[r * layer.outs + first + i] = found[i * COUNT + r];
+    const int64_t each = pieces(end - begin, OUTS);
+    const Number *weights[OUTS];
+    float found[COUNT][TURN + LANES], *to[OUTS];
+    for (int o = 0; o < OUTS; ++o) {
+        const int64_t first = std::min(o * each, end - begin - each);
+        weights[o] = layer.weights + (begin + first) * layer.row, to[o] = found[0] + first;
     }
+    for (int64_t i = 0; i < each; ++i) {
+        const Lanes products = multiply_few<COUNT, OUTS>(rows, weights, layer.row, layer.features);
+#pragma GCC unroll 16
+        for (int o = 0; o < OUTS; ++o) {
+            weights[o] += layer.row;
+#pragma GCC unroll 16
+            for (int r = 0; r < COUNT; ++r) to[o][r * (TURN + LANES) + i] = products[o * COUNT + r];
+        }
+    }
+    for (int64_t r = 0; r < COUNT; ++r)
+        for (int64_t o = begin; o < end; o += LANES) {
+            Lanes sums = load(found[r] + o - begin);
+            if (layer.bias) sums += load_some(layer.bias + o, end - o);
+            store_some(out + r * layer.outs + o, sums, end - o);
+        }
+}
+
+// Call work(constant) with a number from 1 to MOST.
+template <int MOST, class Work> static void with_count(int64_t count, const Work &work) {
+    if (count == MOST) return work(std::integral_constant<int, MOST>{});
+    if constexpr (MOST > 1) with_count<MOST - 1>(count, work);
 }
 
 template <class Number>
 static void few(const Layer<Number> &layer, const Number *rows, int64_t count, Number *out, float *room,
                 int64_t threads) {
     const int64_t features = layer.features;
-    for (int64_t i = 0; i < count * features; i += 2 * LANES) {
-        Lanes pair[2];
-        load_pair(rows + i, pair);
-        store(room + i, pair[0]), store(room + i + LANES, pair[1]);
+    for (int64_t r = 0; r < count; r += AT_ONCE) {  // interleave the rows of a tile, 2 x LANES features of each in turn
+        float *to = room + r * features;
+        for (int64_t f = 0; f < features; f += 2 * LANES)
+            for (int64_t i = r; i < std::min(r + AT_ONCE, count); ++i, to += 2 * LANES) {
+                Lanes pair[2];
+                load_pair(rows + i * features + f, pair);
+                store(to, pair[0]), store(to + LANES, pair[1]);
+            }
     }
-    constexpr int64_t MOST = LANES / 2;  // so that a row is read once for two outputs
+    const int64_t turn = std::clamp<int64_t>(pieces(layer.outs, threads), LANES, TURN);
     std::atomic<int64_t> next{0};
     in_threads(threads, [&] {
-        for (int64_t begin; (begin = (next += TURN) - TURN) < layer.outs;) {
-            const int64_t end = std::min(begin + TURN, layer.outs);
-            for (int64_t r = 0; r < count; r += MOST) {  // after the first time, weights are in the L2 cache
-                const int64_t taken = std::min(MOST, count - r);
-                (taken > 4   ? some<MOST, Number>
-                 : taken > 2 ? some<4, Number>
-                 : taken > 1 ? some<2, Number>
-                             : some<1, Number>)(layer, room + r * features, taken, begin, end, out + r * layer.outs);
-            }
-        }
+        for (int64_t begin; (begin = (next += turn) - turn) < layer.outs;)
+            for (int64_t r = 0; r < count; r += AT_ONCE)  // after the first time, weights are in the L2 cache
+                with_count<AT_ONCE>(std::min(AT_ONCE, count - r), [&](auto taken) {
+                    some<taken>(layer, room + r * features, begin, std::min(begin + turn, layer.outs),
+                                out + r * layer.outs);
+                });
     });
 }
 
-static bool are_few(int64_t outs, int64_t features, int64_t count) {
-    return count <= FEW && features % HALVES_LINE == 0 && outs >= LANES;
+static bool are_few(int64_t features, int64_t count) {
+    return count <= FEW && features % HALVES_LINE == 0;
 }
 
 template <class Number>
 static void multiply_all(const Layer<Number> &layer, const Number *rows, int64_t count, Number *out, float *room,
                          int64_t threads) {
-    if (count) (are_few(layer.outs, layer.features, count) ? few<Number> : many<Number>)(layer, rows, count, out, room, threads);
+    if (count) (are_few(layer.features, count) ? few<Number> : many<Number>)(layer, rows, count, out, room, threads);
 }
 
 extern "C" {
 int64_t kvr_halves_room(int64_t outs, int64_t features, int64_t count, int64_t threads) {
-    return are_few(outs, features, count) ? count * features : threads * room_of(outs);
+    return are_few(features, count) ? count * features : threads * room_of(outs);
 }
 
 // rows (count, features) and out (count, outs) are contiguous; room as by `kvr_halves_room`.

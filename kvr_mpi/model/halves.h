@@ -4,9 +4,7 @@
 
 #include "lanes.h"
 
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include <type_traits>
 
 struct BFloat16 {
     uint16_t bits;
@@ -57,6 +55,19 @@ template <class Number> static inline Halves load_halves(const Number *from) {
 }
 static inline Lanes load(const BFloat16 *from) { return widened(load_halves(from), BFloat16{}); }
 static inline Lanes load(const Float16 *from) { return widened(load_halves(from), Float16{}); }
+
+// Widen 2 x LANES numbers, in an order that all pairs of a type have: two adjacent bfloat16 are the halves of a word.
+static inline void load_pair(const BFloat16 *from, Lanes *pair) {
+    const Words both = *reinterpret_cast<const Words *>(from);
+    pair[0] = (Lanes)(both << 16), pair[1] = (Lanes)(both & 0xffff0000);
+}
+template <class Number> static inline void load_pair(const Number *from, Lanes *pair) {
+    pair[0] = load(from), pair[1] = load(from + LANES);
+}
+// The place of a number of a pair.
+template <class Number> static inline int64_t place_in_pair(int64_t part, int64_t lane) {
+    return std::is_same_v<Number, BFloat16> ? 2 * lane + part : part * LANES + lane;
+}
 
 // The first `count` lanes, at most all; the others are zero.
 template <class Number> static inline Lanes load_some(const Number *from, int64_t count) {

@@ -9,8 +9,8 @@ measured to be fastest (`tuning.kernels`). Results are compared with plain trans
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -37,12 +37,31 @@ def way_for(ways: Ways, rows: int) -> str:
     return ways[bisect_right(BOUNDS, rows)]
 
 
+def named(what: str) -> AbstractContextManager[Any]:
+    """Name a block for the profiler, if one is active, since naming costs as much as a kernel call."""
+    at_work = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return torch.profiler.record_function(what) if at_work else nullcontext()
+
+
 class Kernel(Protocol):
     """The kernel in a module's slot: a function from (..., features) to (..., features), or `CpuAttention`."""
 
     slot: str
     nbytes: int  # memory in addition to the module's own
     ways: Ways
+
+
+class ExactForward:
+    """A `Kernel` with another forward, whose results have the same bits, so that it is no implementation to choose."""
+
+    slot, nbytes, ways = FORWARD_SLOT, 0, always(PLAIN)
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self._forward(*args, **kwargs)
 
 
 # Not stored in the models, so that copies of a model, perhaps in another dtype, have no kernels.
@@ -98,11 +117,27 @@ def forget_kernels(model: torch.nn.Module) -> bool:
 
 
 def name_ways(model: torch.nn.Module) -> str:
-    """Name the implementations that a model's attention and linear layers may use, other than plain torch."""
-    found = {"attention": {PLAIN}, "products": {PLAIN}}
-    for kernel in kernels_of(model).values():
-        found["attention" if kernel.slot == ATTENTION_SLOT else "products"].update(kernel.ways)
-    return "; ".join(f"{what}: {', '.join(sorted(ways))}" for what, ways in found.items())
+    """Name the implementations that attention and linear layers use, such as "AMX tiles for attention".
+
+    Those for many rows come first.
+    """
+    found: dict[str, dict[str, None]] = {"attention": {}, "products": {}}
+    for module in model.modules():
+        kernel = _KERNELS.get(module)
+        if kernel is not None and kernel.slot == ATTENTION_SLOT:
+            found["attention"] |= dict.fromkeys("torch" if way == PLAIN else way for way in reversed(kernel.ways))
+        elif isinstance(module, torch.nn.Linear):
+            plain = "oneDNN" if uses_onednn(module.weight.dtype) else "torch"
+            ways = always(PLAIN) if kernel is None else kernel.ways
+            found["products"] |= dict.fromkeys(plain if way == PLAIN else way for way in reversed(ways))
+    return ", ".join(f"{' and '.join(ways or ('torch',))} for {what}" for what, ways in found.items())
+
+
+def uses_onednn(dtype: torch.dtype) -> bool:
+    """Whether torch computes products of this 16-bit dtype with oneDNN on this processor."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    asks = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)  # some builds of torch lack these operators
+    return asks is not None and bool(asks())
 
 
 @contextmanager

@@ -6,6 +6,10 @@
 #include <cmath>
 #include <cstdint>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #else
@@ -20,7 +24,17 @@ typedef int32_t Bits __attribute__((vector_size(LANES * 4), aligned(4), may_alia
 static inline Lanes load(const float *from) { return *reinterpret_cast<const Lanes *>(from); }
 static inline void store(float *to, Lanes lanes) { *reinterpret_cast<Lanes *>(to) = lanes; }
 static inline Lanes fill(float value) { return value - Lanes{}; }
-static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }  // b, if one of them is NaN
+
+// b, if one of them is NaN. Compilers do not always find the instruction for that.
+static inline Lanes larger(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (Lanes)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // 2^x for x <= 0, relative error 2e-7: the nearest integer becomes the exponent, a polynomial computes the rest. NaN
 // stays NaN. Two vectors at once, since each operation depends on the one before.
@@ -41,10 +55,11 @@ static inline float largest(Lanes lanes) {
     return most;
 }
 
+typedef float Four __attribute__((vector_size(16)));
+
 // By halves, as vector instructions do.
 static inline float sum(Lanes lanes) {
     typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
     Eight eight;
     if constexpr (LANES == 16) {
         Eight halves[2];
@@ -59,32 +74,36 @@ static inline float sum(Lanes lanes) {
     return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
-// Sum each of LANES vectors; the sum of the first is in the first lane. Each pass combines pairs of vectors. With AVX2,
-// the halves of a vector are added first, since exchanging them between vectors takes eight operations on Zen.
-static inline Lanes sums_of(Lanes *each) {
+// Sum each of four vectors. With AVX2, the halves of a vector are added first, since exchanging them between vectors
+// takes eight operations on Zen.
+static inline Four sums_of_four(const Lanes *each) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
-    typedef float Four __attribute__((vector_size(16)));
     typedef int32_t Places __attribute__((vector_size(16)));
-    Four fours[LANES], sums[2];
-#pragma GCC unroll 8
-    for (int l = 0; l < LANES; ++l) {
+    Four fours[4], pairs[2];
+#pragma GCC unroll 4
+    for (int l = 0; l < 4; ++l) {
         Four halves[2];
         __builtin_memcpy(halves, &each[l], sizeof halves);
         fours[l] = halves[0] + halves[1];
     }
 #pragma GCC unroll 2
-    for (int part = 0; part < 2; ++part) {
-        Four pairs[2];
-#pragma GCC unroll 2
-        for (int l = 0; l < 2; ++l) {
-            const Four one = fours[4 * part + l], other = fours[4 * part + l + 2];
-            pairs[l] = __builtin_shuffle(one, other, Places{0, 1, 4, 5}) +
-                       __builtin_shuffle(one, other, Places{2, 3, 6, 7});
-        }
-        const Four both = __builtin_shuffle(pairs[0], pairs[1], Places{0, 2, 4, 6}) +
-                          __builtin_shuffle(pairs[0], pairs[1], Places{1, 3, 5, 7});
-        sums[part] = __builtin_shuffle(both, Places{0, 2, 1, 3});
+    for (int l = 0; l < 2; ++l) {
+        const Four one = fours[l], other = fours[l + 2];
+        pairs[l] = __builtin_shuffle(one, other, Places{0, 1, 4, 5}) +
+                   __builtin_shuffle(one, other, Places{2, 3, 6, 7});
     }
+    const Four both = __builtin_shuffle(pairs[0], pairs[1], Places{0, 2, 4, 6}) +
+                      __builtin_shuffle(pairs[0], pairs[1], Places{1, 3, 5, 7});
+    return __builtin_shuffle(both, Places{0, 2, 1, 3});
+#else
+    return Four{sum(each[0]), sum(each[1]), sum(each[2]), sum(each[3])};
+#endif
+}
+
+// Sum each of LANES vectors; the sum of the first is in the first lane. Each pass combines pairs of vectors.
+static inline Lanes sums_of(Lanes *each) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+    const Four sums[2] = {sums_of_four(each), sums_of_four(each + 4)};
     Lanes all;
     __builtin_memcpy(&all, sums, sizeof all);
     return all;

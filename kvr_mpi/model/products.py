@@ -18,15 +18,14 @@ from typing import Any
 import torch
 
 from kvr_mpi.model.cpu_attention import DTYPES, HALVES, KernelLibrary
-from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, is_plain_linear, way_for
+from kvr_mpi.model.kernels import FORWARD_SLOT, Ways, give_kernel, is_plain_linear, uses_onednn, way_for
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 
-PREPACKED, PANELS, WIDENED = "prepacked", "panels", "widened"
+PREPACKED, PANELS, WIDENED = "oneDNN", "panels", "widened weights"
 # The layouts of weights; a layer has at most one copy of this kind.
 LAYOUTS = (PREPACKED, PANELS)
 # Some builds of torch lack these operators.
 _LAY = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-_HAS_BF16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
 MULTIPLY: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
@@ -137,6 +136,4 @@ def can_lay(weight: torch.Tensor) -> bool:
     is_x86 = weight.device.type == "cpu" and platform.machine() in ("x86_64", "AMD64")
     if not is_x86 or _LAY is None or MULTIPLY is None:
         return False
-    if weight.dtype == torch.bfloat16:
-        return _HAS_BF16 is not None and bool(_HAS_BF16())
-    return weight.dtype == torch.float32
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and uses_onednn(weight.dtype))

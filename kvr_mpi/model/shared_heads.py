@@ -21,7 +21,9 @@ from kvr_mpi.model.shape import ModelShape
 from kvr_mpi.model.tensor_parallel import (
     DIVIDED_DIMS,
     EXPERTS,
+    GATE_UP,
     MLP,
+    QKV,
     sum_products,
     why_no_plan,
     why_not_by_plan,
@@ -45,6 +47,8 @@ def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
         return why
     if EXPERTS in config.base_model_tp_plan or f"{MLP}down_proj" not in config.base_model_tp_plan:
         return "its MLP has experts"
+    if {QKV, GATE_UP} & config.base_model_tp_plan.keys():
+        return "its matrices are fused"
     seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
     if seen or shape.has_states or not all(layer.elements for layer in shape.layers):
         return f"not all its layers see all tokens ({', '.join(sorted(seen)) or 'some keep no keys and values'})"

@@ -175,7 +175,7 @@ def must_be_cached(hub_id: str, offline: bool) -> bool:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    why = "access to the hub is off (HF_HUB_OFFLINE, or SLURM)" if offline else _why_no_hub()
+    why = "access to the hub is off (HF_HUB_OFFLINE, or a batch job)" if offline else _why_no_hub()
     if not why:
         return False
     try:

@@ -29,23 +29,29 @@ if TYPE_CHECKING:
 
 ATTENTION = "layers.*.self_attn."
 MLP = "layers.*.mlp."
+QKV, GATE_UP = f"{ATTENTION}qkv_proj", f"{MLP}gate_up_proj"  # several matrices in one, one below the other
 # Supported entries of transformers' plans: some rows, some columns whose products are summed, and whole norms of single
-# heads.
+# heads. Of fused matrices, transformers gathers the products; here, ranks take their rows of each matrix.
 KNOWN = {
-    **{f"{ATTENTION}{name}_proj": "colwise" for name in "qkv"},
-    f"{ATTENTION}o_proj": "rowwise",
-    **{f"{ATTENTION}{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
-    f"{MLP}gate_proj": "colwise",
-    f"{MLP}up_proj": "colwise",
-    f"{MLP}down_proj": "rowwise",
-    f"{MLP}experts.gate_up_proj": "packed_colwise",
-    f"{MLP}experts.down_proj": "rowwise",
-    f"{MLP}experts": "moe_tp_experts",
+    **{f"{ATTENTION}{name}_proj": ("colwise",) for name in "qkv"},
+    QKV: ("colwise_gather_output",),
+    f"{ATTENTION}o_proj": ("rowwise", "rowwise_split_input"),
+    **{f"{ATTENTION}{name}_norm": ("replicated_with_grad_allreduce",) for name in "qk"},
+    **{f"{MLP}{of}{name}_proj": ("colwise",) for of in ("", "shared_experts.") for name in ("gate", "up")},
+    GATE_UP: ("colwise_gather_output",),
+    f"{MLP}down_proj": ("rowwise", "rowwise_split_input"),
+    f"{MLP}shared_experts.down_proj": ("rowwise",),
+    f"{MLP}experts.gate_up_proj": ("packed_colwise",),
+    f"{MLP}experts.down_proj": ("rowwise",),
+    f"{MLP}experts": ("moe_tp_experts",),
 }
+# What ranks sum.
+SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
 EXPERTS = f"{MLP}experts"
 # Names of matrices in files, with the dimension that is divided.
 DIVIDED_DIMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head"), 0),
+    **dict.fromkeys(("qkv_proj", "gate_up_proj"), 0),
     **dict.fromkeys(("o_proj", "down_proj", "w2"), 1),
 }
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -88,15 +94,23 @@ class Part:
         """Whether this rank stores its KV heads: it does if it is the first rank that holds them."""
         return self.rank == 0 or replace(self, rank=self.rank - 1).own_kv_heads != self.own_kv_heads
 
-    def bounds(self, name: str, length: int) -> tuple[int, int]:
-        """Range of rows or columns of a matrix, given its name within its layer."""
-        if name in ("q_proj", "o_proj"):
-            first, last = self.own_heads
-        elif name in ("k_proj", "v_proj"):
-            first, last = self.own_kv_heads
-        else:
-            return even_share(length, self.rank, self.size)
-        return first * self.head_dim, last * self.head_dim
+    def ranges(self, name: str, length: int) -> list[tuple[int, int]]:
+        """Ranges of rows or columns of a matrix, given its name within its layer: one, or one of each fused matrix."""
+        queries, keys = self.own_heads, self.own_kv_heads
+        heads: dict[str, list[tuple[int, int]]] = {
+            **dict.fromkeys(("q_proj", "o_proj"), [queries]),
+            **dict.fromkeys(("k_proj", "v_proj"), [keys]),
+            "qkv_proj": [
+                queries,
+                *((at + keys[0], at + keys[1]) for at in (self.heads, self.heads + self.kv_heads)),
+            ],
+        }
+        if name in heads:
+            return [(first * self.head_dim, last * self.head_dim) for first, last in heads[name]]
+        if name == "gate_up_proj":
+            first, last = even_share(length // 2, self.rank, self.size)
+            return [(first, last), (length // 2 + first, length // 2 + last)]
+        return [even_share(length, self.rank, self.size)]
 
 
 def why_no_plan(config: Any) -> str | None:
@@ -109,11 +123,12 @@ def why_no_plan(config: Any) -> str | None:
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
     if not plan:
         return "transformers has no plan for it"
-    unknown = {name: way for name, way in plan.items() if KNOWN.get(name) != way}
+    unknown = {name: way for name, way in plan.items() if way not in KNOWN.get(name, ())}
     if unknown:
         name, way = next(iter(unknown.items()))
         return f"transformers' plan has {name} {way}, which kvr-mpi does not support"
-    if missing := {f"{ATTENTION}{name}_proj" for name in "qkvo"} - plan.keys():
+    needed = {f"{ATTENTION}o_proj", *([QKV] if QKV in plan else [f"{ATTENTION}{name}_proj" for name in "qkv"])}
+    if missing := needed - plan.keys():
         return f"transformers' plan does not say how {min(missing)} is divided"
     return None
 
@@ -133,19 +148,26 @@ def why_not_by_plan(model: Any) -> str | None:
     config, plan = model.config, model.config.base_model_tp_plan
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # The features of all query heads are the rows of one matrix and the columns of another.
-    by_heads = {f"{ATTENTION}q_proj.weight": 0, f"{ATTENTION}o_proj.weight": 1}
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    by_heads = {
+        f"{ATTENTION}q_proj.weight": (0, heads),
+        f"{QKV}.weight": (0, heads + 2 * kv_heads),
+        f"{ATTENTION}o_proj.weight": (1, heads),
+    }
     for name, values in model.base_model.state_dict().items():
         path, module = in_plan(name), in_plan(name).rpartition(".")[0]
         if not module.startswith((ATTENTION, MLP)):
             is_known = module == "embed_tokens" or values.shape == (config.hidden_size,)
-        elif plan.get(module) in ("colwise", "rowwise"):
+        elif plan.get(module) in ("colwise", "colwise_gather_output", *SUMMED[:2]):
             is_known = type(model.base_model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear
             if path in by_heads:
-                is_known &= values.shape[by_heads[path]] == config.num_attention_heads * head_dim
+                dim, count = by_heads[path]
+                is_known &= values.shape[dim] == count * head_dim
         elif module in (f"{ATTENTION}q_norm", f"{ATTENTION}k_norm"):
             is_known = values.shape == (head_dim,)
         else:
-            is_known = path in plan or module == f"{MLP}gate"
+            is_known = path in plan or f"{module}.".startswith(f"{MLP}gate.")
         if not is_known and values.numel() > 1:  # one number is the same on all ranks
             return f"{name} of shape {tuple(values.shape)} is not divided as transformers' plan says"
     return None
@@ -198,17 +220,22 @@ class WeightSlice:
     """A rank's slice of a tensor in a file, with the interface that transformers expects.
 
     tensor : safetensors slice, not read yet.
-    part : of its leading dimensions; empty: the whole tensor.
+    dim, ranges : the rows to read, in a dimension; without ranges the whole tensor.
     is_zero : read zeros; for the bias of summed products, which only one rank adds.
     """
 
     tensor: Any
-    part: tuple[slice, ...] = ()
+    dim: int = 0
+    ranges: tuple[slice, ...] = ()
     is_zero: bool = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Read the slice into newly allocated memory."""
-        found: torch.Tensor = self.tensor[self.part or ...].clone()
+        import torch
+
+        before = (slice(None),) * self.dim
+        parts = [self.tensor[(*before, rows)] for rows in self.ranges] or [self.tensor[...]]
+        found: torch.Tensor = parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.dim)
         return found.zero_() if self.is_zero else found
 
     def get_dtype(self) -> str:
@@ -218,9 +245,9 @@ class WeightSlice:
     def get_shape(self) -> list[int]:
         """Return the shape of the slice."""
         shape = list(self.tensor.get_shape())
-        return [len(range(*part.indices(length))) for part, length in zip(self.part, shape, strict=False)] + shape[
-            len(self.part) :
-        ]
+        if self.ranges:
+            shape[self.dim] = sum(len(range(*rows.indices(shape[self.dim]))) for rows in self.ranges)
+        return shape
 
 
 def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, WeightSlice]:
@@ -243,7 +270,7 @@ def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
     dim = DIVIDED_DIMS[leaf]
     if dim >= len(shape):
         return WeightSlice(tensor, is_zero=part.rank > 0)
-    return WeightSlice(tensor, (slice(None),) * dim + (slice(*part.bounds(leaf, shape[dim])),))
+    return WeightSlice(tensor, dim, tuple(slice(*rows) for rows in part.ranges(leaf, shape[dim])))
 
 
 def in_plan(name: str) -> str:
@@ -254,7 +281,7 @@ def in_plan(name: str) -> str:
 def sum_products(model: torch.nn.Module, plan: Mapping[str, str], reduce: Reduce) -> None:
     """Sum the outputs of modules that have only some of their inputs; `plan` uses the model's module names."""
     for name, module in model.named_modules():
-        if plan.get(in_plan(name)) in ("rowwise", "moe_tp_experts"):
+        if plan.get(in_plan(name)) in SUMMED:
             module.register_forward_hook(lambda part, given, made: reduce(made))
 
 

@@ -10,6 +10,7 @@
 //
 // Compiled for one processor and called through ctypes: `cpu_attention.py` states the shapes and checks them.
 
+#include "attention.h"
 #include "halves.h"
 #include "threads.h"
 
@@ -21,16 +22,6 @@ constexpr int ROWS = LANES == 16 ? 12 : 6;
 constexpr int BLOCK = 512;
 constexpr int TILES = 4;
 constexpr int QUERIES = TILES * ROWS;
-
-// One KV head and its group of query heads. Strides are in elements; those of features are 1.
-struct Shape {
-    int64_t group, queries, keys, dim;
-    int64_t query_head, query_row, key_row, value_row, out_head, out_row;
-    float scale;
-    int32_t causal;  // query i sees the keys up to keys - queries + i
-    int64_t window;  // if causal: only the last `window` of these
-    int64_t kind;
-};
 
 // c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), plus the old c times each row's `keep` if that is given; b is a
 // panel.

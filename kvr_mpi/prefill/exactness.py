@@ -164,6 +164,7 @@ class Reference:
         self._loaded, self._tokens, self._run = loaded, tokens, run
         self._is_short = loaded.dtype.itemsize < torch.float32.itemsize
         self._prompts: list[_Prompt] = []
+        self.difference = 0.0  # of the logits of all trials that agreed, as the largest `error_share`
 
     def is_finite(self) -> bool:
         """Compute the results; return whether their logits are numbers."""
@@ -190,6 +191,8 @@ class Reference:
             except (MemoryError, *FAILURES) as error:
                 return f"{type(error).__name__}: {error}"
             if why is None:
+                shares = (error_share(*pair) for what, *pair in pairs if "logits" in what)
+                self.difference = max(self.difference, *shares)
                 return None
             first = first or f"{why[0]} differ from {others} by {why[1]}"
         return first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvr_mpi.documents import RowFormat
+from kvr_mpi.documents.document import NEWER
 from kvr_mpi.documents.json_schema import why_not_followed
 from kvr_mpi.documents.openai_batch import PASSED
 from kvr_mpi.documents.questions import NAME
@@ -65,7 +66,12 @@ def identity_of(spec: JobSpec) -> dict[str, Any]:
     left_out = {"date"} if spec.prompt.template_args else {"date", "template_args"}
     identity: dict[str, Any] = {
         "prompt": spec.prompt.model_dump(exclude=left_out),
-        "generation": spec.generation.model_dump(),
+        # Newer settings appear only if they are not the default, so that older runs can be resumed.
+        "generation": {
+            name: value
+            for name, value in spec.generation.model_dump().items()
+            if name not in NEWER or value != type(spec.generation).model_fields[name].default
+        },
         "kv": spec.output.kv,
     }
     always = PASSED if spec.documents.format == "openai-batch" else ()

@@ -45,6 +45,14 @@ def cut_off_line(cut: int, answers: int) -> str:
     )
 
 
+def repeated_line(repeated: int, answers: int) -> str:
+    """Say how many answers were ended because they repeated themselves, and what to do."""
+    return (
+        f"{repeated} of {counted(answers, 'answer')} ended early because they only repeated themselves (finish_reason "
+        f"= repetition): use a larger model, or set generation.repetition_penalty = 1.1"
+    )
+
+
 def _told(record: Record) -> str:
     """Describe how a prompt was computed: its slices, its computed tokens, or its number of prompts."""
     if record.question and record.computed_tokens < record.prompt_tokens:

@@ -146,6 +146,7 @@ def _run(
     log.root(Detail(", ".join(f"{name} {version}" for name, version in software().items())))
     ranks = join_groups(links, world, topology, device)
     chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))
+    warm_up(chain, device)  # before free memory is measured, of which NCCL's connections take some
     prepared = prepare(spec, machine, ranks, chain, log.line)
     if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
         log.root(

@@ -25,6 +25,12 @@ from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
+from kvr_mpi.transport.liveness import LIMIT_S
+
+# A rank waits for another up to this many times as long as one rank should take for all prompts of the wave, and on a
+# GPU no longer than MOST_GPU_WAIT_S. Without measured rates, a speed is assumed (operations per second).
+SLACK, MOST_GPU_WAIT_S = 20.0, 3600.0
+ASSUMED_SPEED = {"cpu": 5e10, "cuda": 2e13}
 
 
 @dataclass(slots=True)
@@ -62,6 +68,7 @@ class ChainRunner:
         self.forwarder = Forwarder(chain, device=device, recorder=recorder) if chain.size > 1 else None
         self.beginning: Beginning | None = None
         self._opened: SequenceKV | None = None  # the last stored prefix
+        self._wave_s = 0.0  # forecast for this wave's prompts, on one rank
 
     def read_plan(self, prompt: Prompt, plan: Mapping[str, Any]) -> Plan:
         """Parse the leader's plan, as returned by `Plan.to_wire`.
@@ -91,6 +98,21 @@ class ChainRunner:
         if self._opened is None or self._opened.source != prompt.stored:
             self._opened = prompt.stored.open(prompt.ids, self.setup.loaded, self.setup.pool)
         return self._opened
+
+    def expect(self, plan: Plan) -> None:
+        """Extend the deadline for other ranks by a prompt that they run."""
+        if self.forwarder is None:
+            return
+        loaded, tokens, is_gpu = self.setup.loaded, plan.prompt.tokens, self.setup.loaded.device.type == "cuda"
+        if self.setup.rates:
+            layer_s = max(rate.seconds(tokens, 0) for rate in self.setup.rates)
+            self._wave_s += len(loaded.shape.layers) * layer_s
+        else:
+            weights = sum(each.numel() for each in loaded.model.parameters())
+            pairs = len(loaded.shape.layers) * loaded.shape.hidden_size * tokens
+            self._wave_s += 2 * tokens * (weights + pairs) / ASSUMED_SPEED["cuda" if is_gpu else "cpu"]
+        most_s = max(LIMIT_S, SLACK * self._wave_s)
+        self.forwarder.limit_s = min(most_s, MOST_GPU_WAIT_S) if is_gpu else most_s
 
     def goes_on(self, plan: Plan) -> bool:
         """Whether a prompt can run without preparing or releasing a prefix."""
@@ -145,7 +167,7 @@ class ChainRunner:
 
     def end_wave(self) -> None:
         """Close the file of the last stored prefix."""
-        self._opened = None
+        self._opened, self._wave_s = None, 0.0
 
     def close(self) -> None:
         """Release the prefix, and finish all sends; every rank of the chain calls this."""

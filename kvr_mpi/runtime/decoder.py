@@ -113,6 +113,7 @@ class Decoder:
                 if prompt.is_final and record.status == "done":
                     self._trace.tally.answers += 1
                     self._trace.tally.cut_off += record.is_cut_off
+                    self._trace.tally.repeated += record.finish_reason == "repetition"
                     self._trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
                 self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
             if not prompt.is_final:

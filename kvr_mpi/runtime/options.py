@@ -11,7 +11,7 @@ class RunOptions:
     """How to run a job, as described in the help of ``kvr run``.
 
     resume, extend : continue from the results in the folder; `extend` also accepts documents that are new.
-    time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the SLURM job, if there is one.
+    time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the batch job, if it is known.
     level : quiet: log only warnings, errors and the last line; verbose: also log details for developers.
     bar : show progress as a bar on the terminal.
     """

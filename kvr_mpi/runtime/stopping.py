@@ -18,7 +18,8 @@ from kvr_mpi.runtime.work_queue import Slot
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.counters import Counters
 
-# Signals of a batch system before and at the time limit (SLURM: --signal=USR2@..., then TERM).
+# Signals of a batch system before and at the time limit: SLURM's --signal=USR2@..., Grid Engine's -notify and LSF's
+# -wa USR2, then TERM, which PBS sends a few seconds before it kills a job.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 # Safety factor for predictions, and time to write results.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted
-from kvr_mpi.report.table import cut_off_line
+from kvr_mpi.report.table import cut_off_line, repeated_line
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Tally:
     prompts: int = 0  # answered prompts: several for a document in parts
     partly_seen: int = 0  # answers whose coverage is below 1
     cut_off: int = 0  # answers that ended at max_new_tokens
+    repeated: int = 0  # answers that were ended since they repeated themselves
 
 
 def sum_up(tallies: Iterable[Tally]) -> Tally:
@@ -60,3 +61,5 @@ def describe_throughput(
         )
     if total.cut_off:
         yield cut_off_line(total.cut_off, total.answers)
+    if total.repeated:
+        yield repeated_line(total.repeated, total.answers)

@@ -74,6 +74,7 @@ class ChainWorker:
     def _prefill(self, plan: Plan) -> None:
         """Prefill the next prompt, or collect it for a packed row on the ranks that run it."""
         runner, rank = self._runner, self._chain.rank
+        runner.expect(plan)
         if not runner.goes_on(plan):
             self._prefill_rows()
             if plan.before is not None:

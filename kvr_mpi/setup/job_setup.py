@@ -15,6 +15,7 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.placing import HeadSharing
+from kvr_mpi.decode.repetition import Penalties
 from kvr_mpi.documents.chat import is_dated
 from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, PromptText
@@ -154,6 +155,8 @@ class JobSetup:
             max_new_tokens=generation.max_new_tokens,
             group=group or Group(self.loaded, why_alone=self.why_alone),
             say=say,
+            penalties=Penalties(generation.frequency_penalty or 0.0, generation.presence_penalty or 0.0),
+            stop_repetition=generation.stop_repetition,
         )
 
     def forecast(self) -> Forecast:

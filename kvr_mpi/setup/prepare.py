@@ -237,7 +237,7 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
     if spec.planned:
         chains = f"{counted(lane.size, 'rank')} in chains as planned"
     copied = kernel_bytes(loaded.model)
-    kernels = f" ({name_ways(loaded.model)})" if kernels_of(loaded.model) and loaded.device.type == "cpu" else ""
+    kernels = f", {name_ways(loaded.model)}" if kernels_of(loaded.model) and loaded.device.type == "cpu" else ""
     weights = f", copies of weights ({bytes_text(copied)} more)" if copied else ""
     return (
         f"{loaded.shape.architecture}, {len(loaded.shape.layers)} layers, "

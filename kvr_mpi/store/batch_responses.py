@@ -18,6 +18,7 @@ from kvr_mpi.errors import DataError
 from kvr_mpi.store.record import Record
 
 LEAST_LOGPROB = -9999.0  # the format's stand-in for minus infinity, which JSON cannot represent
+FINISH_REASONS = {"repetition": "length"}  # of ours that the format lacks
 # Arrays that each sample of a prompt has separately.
 OF_SAMPLES = ("token_ids", "logprobs", "top_tokens", "top_logprobs")
 
@@ -68,7 +69,11 @@ def _choice(record: Record, number: int, is_completion: bool) -> dict[str, Any]:
         told = record.sampled[number]
         record = replace(record, answer=told["answer"], finish_reason=told["finish_reason"], **arrays)
     logprobs = _completion_logprobs(record) if is_completion else _chat_logprobs(record)
-    choice: dict[str, Any] = {"index": number, "logprobs": logprobs, "finish_reason": record.finish_reason}
+    choice: dict[str, Any] = {
+        "index": number,
+        "logprobs": logprobs,
+        "finish_reason": FINISH_REASONS.get(record.finish_reason, record.finish_reason),
+    }
     if is_completion:
         return {**choice, "text": record.answer}
     return {**choice, "message": {"role": "assistant", "content": record.answer}}

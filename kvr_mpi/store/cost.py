@@ -50,11 +50,11 @@ class Cost:
         return self.joules / self.rank_s if self.joules and self.rank_s else 0.0
 
     def describe(self, documents: int) -> str:
-        """Describe the cost in one line, for this number of answered documents."""
+        """Describe the cost in one line, for this number of answered documents; with energy only if it is known."""
         hours = [("node", self.node_s), ("GPU", self.gpu_s), ("core", self.core_s)]
         spent = ", ".join(f"{seconds / 3600:.3g} {name} hours" for name, seconds in hours if seconds or name != "GPU")
         if self.joules is None:
-            return f"{spent}; {self.meters}"
+            return spent
         each = f", {joules_text(self.joules / documents)} per answered document" if documents else ""
         return f"{spent}; {joules_text(self.joules)} ({self.meters}){each}"
 

@@ -15,22 +15,28 @@ BATCH_ROWS = 1024
 ASKED_ABOUT = ("document", "question")
 
 
-def asked_fields(records: Iterable[Record]) -> tuple[str, ...]:
-    """List the fields of a short table: the answer and the fields that a job requested, in the order of a record."""
+def asked_fields(records: Iterable[Record], columns: Sequence[str] = ()) -> tuple[str, ...]:
+    """List the fields of a short table: the answer and what a job requested, in the order of a record."""
     asked = [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)]
     found = {"id", "status", "error", "answer", "finish_reason"}
     for record in records:
         found.update(name for name in asked if getattr(record, name))
-    return tuple(name for name in KINDS if name in found)
+    return (*(name for name in KINDS if name in found), "coverage", *(f"columns.{name}" for name in columns))
+
+
+def choose_fields(names: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
+    """Check the names of fields; raise `ConfigError` with all fields if one is unknown."""
+    known = _names(columns)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no field {unknown[0]!r}; expected names of {', '.join(known)}")
+    return tuple(dict.fromkeys(names))
 
 
 def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str], chosen: Sequence[str]) -> None:
     """Write a header and one row per document, with these fields or all; lists are space-separated."""
     # Not a TextIOWrapper: it would close the stream, and raise when it is deleted after the reader closed the pipe.
     text = codecs.getwriter("utf-8")(stream)
-    names = [
-        name for name in _names(columns) if name.startswith("columns.") or name in (*chosen, "coverage") or not chosen
-    ]
+    names = chosen or _names(columns)
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writeheader()
     for record in records:
@@ -40,7 +46,7 @@ def _write_csv(records: Iterable[Record], stream: BinaryIO, columns: Sequence[st
         )
 
 
-def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str]) -> None:
+def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequence[str], chosen: Sequence[str]) -> None:
     """Write one row group per `BATCH_ROWS` documents, compressed."""
     try:
         import pyarrow
@@ -51,7 +57,8 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
     arrays = {name: pyarrow.list_(kinds["float" if name in REALS else "int"]) for name in ARRAYS}
     types = {name: arrays.get(name) or kinds[kind] for name, kind in KINDS.items()}
     types["coverage"] = kinds["float"]
-    schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in _names(columns)])
+    names = chosen or _names(columns)
+    schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in names])
     with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
         rows: list[dict[str, object]] = []
         for record in records:
@@ -82,13 +89,16 @@ def write_export(
 ) -> None:
     """Write records as ``jsonl``, ``csv`` or ``parquet``.
 
-    Tables include these `columns` of the documents' rows. CSV has the coverage and the `chosen` fields of a record (see
-    `asked_fields`), or all fields if there are none.
+    Tables include these `columns` of the documents' rows. If there are `chosen` fields, only these are written.
     """
     if kind == "jsonl":
         for record in records:
-            stream.write(json.dumps(record.as_json(), ensure_ascii=False).encode() + b"\n")
+            whole = record.as_json()
+            if chosen:
+                whole |= {f"columns.{name}": record.passed.get(name) for name in columns}
+                whole = {name: whole[name] for name in chosen}
+            stream.write(json.dumps(whole, ensure_ascii=False).encode() + b"\n")
     elif kind == "csv":
         _write_csv(records, stream, columns, chosen)
     else:
-        _write_parquet(records, stream, columns)
+        _write_parquet(records, stream, columns, chosen)

@@ -80,7 +80,8 @@ class Transport(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a contiguous tensor by its sum over all ranks, bitwise equal on all of them.
 
-        No other messages may be in flight between these ranks. Half precision is summed in float32.
+        No other messages may be in flight between these ranks. Half precision is summed in float32, except that NCCL
+        sums bfloat16 as it is.
         """
 
     def barrier(self) -> None:

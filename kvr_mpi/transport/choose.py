@@ -6,14 +6,15 @@ deliver wrong data. A run uses only one GPU transport, since two can deadlock.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.topology import following, others_after, preceding
+from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport, measure_needs_progress
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 TransportName = Literal["auto", "mpi", "staged", "nccl", "local"]
 NAMES: tuple[TransportName, ...] = get_args(TransportName)
 
+# torch's variables, of which the second is the older one.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WARM_UP_BYTES = 1 << 20
 # Streams that torch has for NCCL on a GPU. Each peer takes one per direction. Beyond that, peers share streams, and a
 # receive from one can block a send to the other: a deadlock if that peer is waiting for it.
@@ -74,8 +77,21 @@ def open_transport(
         transport = MpiTransport(world.comm, direct=name == "mpi", needs_progress=needs_progress)
         if needs_progress:
             why += "; in a background thread, since this MPI cannot copy from the memory of another process (CMA)"
+    if device.type == "cuda" and name != "mpi":
+        _expand_segments(environ)
     warm_up(transport, device, every_pair=every_pair)
     return transport, f"transport: {name}: {why}"
+
+
+def _expand_segments(environ: Mapping[str, str]) -> None:
+    """Let torch's allocator grow its segments on the GPU, so that prompts of many lengths do not fragment the memory.
+
+    Not for CUDA-aware MPI, since other processes cannot open such memory (CUDA IPC). Users' own settings have priority.
+    """
+    import torch
+
+    if torch.version.hip is None and not any(environ.get(name) for name in ALLOCATOR_SETTINGS):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool) -> tuple[TransportName, str]:
@@ -138,8 +154,8 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
 
     Links connect neighbours in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
     rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks,
-    which also sum. All ranks process the links in the same order, one by one, since NCCL connects each direction of a
-    pair while both ranks wait.
+    which also sum. NCCL connects each direction of a pair while both ranks wait (0.3 to 1 s), so pairs with different
+    ranks connect at the same time (`in_rounds`).
 
     Raises `TransportError` if a link corrupts data, or if NCCL would need more streams than torch has.
     """
@@ -152,9 +168,9 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
             f"and torch has {NCCL_STREAMS}: use at most {NCCL_STREAMS // 2 + 1} ranks per chain, decode.mode = "
             f"'data-parallel', or parallel.transport = 'staged'"
         )
-    pairs = [(one, other) for one in range(size) for other in others_after(one, size)]
-    if not every_pair:
-        pairs = [(one, other) for one, other in pairs if other in (following(one, size), preceding(one, size))]
+    ring = {(one, following(one, size)) for one in range(size)} if size > 1 else set()
+    linked = itertools.combinations(range(size), 2) if every_pair else sorted({(min(two), max(two)) for two in ring})
+    pairs = [two for low, high in in_rounds(linked) for two in ((low, high), (high, low))]
     sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
     for one, other in pairs:
         if transport.rank == one:
@@ -165,6 +181,21 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
             _check(found, sent, f"the link from rank {one} to rank {other}")
     if every_pair:
         warm_up_sums(transport, device)
+
+
+def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Order pairs of ranks so that they can meet in few rounds, in each of which a rank meets one other.
+
+    A ring takes two or three rounds: even ranks with the next one, then odd ranks.
+    """
+    met: dict[int, set[int]] = defaultdict(set)  # by rank, its rounds
+    rounds: dict[tuple[int, int], int] = {}
+    for one, other in pairs:
+        number = next(number for number in itertools.count() if number not in met[one] | met[other])
+        rounds[one, other] = number
+        met[one].add(number)
+        met[other].add(number)
+    return sorted(rounds, key=rounds.__getitem__)
 
 
 def warm_up_sums(transport: Transport, device: torch.device) -> None:

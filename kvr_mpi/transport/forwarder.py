@@ -23,8 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvr_mpi.errors import TransportError
 from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport.base import Request, Transport
+from kvr_mpi.transport.liveness import LIMIT_S, Patience
+from kvr_mpi.transport.nccl import write_last_messages
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +69,9 @@ class Forwarder:
 
     device : device of the tensors; None: host memory.
     recorder : records every completed transfer, with the layer passed to `send` or `receive`.
+    limit_s : deadline of each wait for another rank.
+
+    Waits raise a `TransportError` that names the message, if they exceed `limit_s`.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Forwarder:
     ) -> None:
         self.transport, self.device = transport, device
         self.recorder = Recorder() if recorder is None else recorder
+        self.limit_s = LIMIT_S
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._receiving: Any = None  # stream that receives are posted from
         if self._gpu is not None:
@@ -172,7 +179,7 @@ class Forwarder:
     def wait(self, transfer: Transfer, *, through: bool = False) -> None:
         """Wait until a transfer has arrived; with `through`, until its buffer can be reused."""
         if not self.transport.in_streams:
-            self._until(lambda: transfer.through if through else transfer.arrived)
+            self._until(lambda: transfer.through if through else transfer.arrived, transfer)
             return
         self._until(lambda: transfer.arrived or transfer.request is not None)
         if (request := transfer.request) is not None:  # this or another thread may see it end meanwhile
@@ -214,14 +221,38 @@ class Forwarder:
         if self._thread is not None:
             self._thread.join()
 
-    def _until(self, done: Callable[[], bool]) -> None:
-        """Progress the transfers until `done` returns True."""
-        looks = 0
+    def _until(self, done: Callable[[], bool], awaited: Transfer | None = None) -> None:
+        """Progress the transfers until `done` returns True; `awaited` is the transfer that it waits for."""
+        looks, patience = 0, Patience(self.limit_s)
         while not done():
             if looks > SPINS:
                 time.sleep(PAUSE_S)
+                if patience.is_over():
+                    raise TransportError(self._describe_wait(patience, awaited))
             self.progress()
             looks += 1
+
+    def _describe_wait(self, patience: Patience, awaited: Transfer | None) -> str:
+        """Name the message that did not arrive: the one that is waited for, else the first of this rank's."""
+        with self._lock:
+            open_ = [awaited] if awaited is not None else [one for one in self._pending if not one.arrived]
+        first = next((one for one in open_ if one.span.kind == "receive"), open_[0] if open_ else None)
+        if first is None:
+            what = "its own GPU, and no message is in flight: that GPU hangs"
+        else:
+            kind, peer, layer = first.span.kind, first.span.peer, first.span.layer
+            of = f"layer {layer}" if layer >= 0 else "the status of the prompt"
+            verb, side = ("from", "has not sent it") if kind == "receive" else ("to", "does not receive it")
+            size = f"tag {first.tag}, {first.tensor.nbytes:,} bytes"
+            what = f"{of} ({size}) {verb} rank {peer}, which {side}: it hangs"
+        rank, recorded = self.transport.rank, ""
+        if self.transport.in_streams and (file := write_last_messages(rank)):
+            recorded = f"; the last messages of NCCL are in {file} (torchfrtrace reads it)"
+        return (
+            f"rank {rank} of {self.transport.size} in its chain has waited {patience.waited_s:.0f} s for {what}, or "
+            f"the link does; the logs of both ranks and `kvr doctor` may say why{recorded}. Finished documents are "
+            f"kept: --resume continues"
+        )
 
     def progress(self) -> None:
         """Progress all transfers, and forward what has arrived."""

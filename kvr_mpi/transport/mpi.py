@@ -10,14 +10,15 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.base import Request, Transport, as_bytes
 from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.transport.mpi_query import library_version, thread_level
+from kvr_mpi.transport.mpi_query import CRAY_GPU, library_version, loaded_libraries, thread_level
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +69,8 @@ LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "SLURM_LOCALID",
 )
-# Variables by which Cray MPICH and MVAPICH open the current GPU in MPI_Init: without a choice, GPU 0 for all ranks.
-OPEN_GPU = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA")
+# With these, Cray MPICH and MVAPICH open the current GPU in MPI_Init: without a choice, GPU 0 for all ranks.
+OPEN_GPU = (CRAY_GPU, "MV2_USE_CUDA")
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:
@@ -119,7 +120,13 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI",
         )
     if not MPI.Is_initialized():
-        _choose_gpu(environ)
+        libraries = loaded_libraries()
+        has_layer = any(Path(path).name.startswith("libmpi_gtl_") for path in libraries)
+        if environ.get(CRAY_GPU) == "1" and not has_layer and isinstance(environ, MutableMapping):
+            environ[CRAY_GPU] = (
+                "0"  # Cray MPICH would abort; the module sets 1, but mpi4py may be built without the GTL
+            )
+        _choose_gpu(environ, libraries)
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     world = MPI.COMM_WORLD
     if world.size == 1 and meant > 1:
@@ -134,18 +141,34 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     return MpiTransport(world)
 
 
-def _choose_gpu(environ: Mapping[str, str]) -> None:
-    """Make this rank's GPU the current one before an MPI opens it, as `choose_device` does if a rank sees all GPUs."""
+def _choose_gpu(environ: Mapping[str, str], libraries: Sequence[str]) -> None:
+    """Make this rank's GPU the current one before MPI_Init, as `choose_device` does if a rank sees all GPUs.
+
+    Some MPIs open the current GPU then; UCX uses the network cards that are closest to it.
+    """
     number = next((int(environ[name]) for name in LOCAL_RANKS if environ.get(name, "").isdigit()), None)
-    if number is None or not any(environ.get(name) == "1" for name in OPEN_GPU):
+    if number is None:
         return
+    is_opened = any(environ.get(name) == "1" for name in OPEN_GPU)
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+
+    def is_shared() -> bool:
+        """Whether there are more ranks than GPUs: they may well compute on CPU cores, and leave the GPUs alone."""
+        return number >= count.value > 1 and not is_opened
+
     with contextlib.suppress(OSError):  # there is no driver
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value:
-            driver.cuDeviceGet(ctypes.byref(device), number % count.value)
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
-            driver.cuCtxSetCurrent(context)
+            if not is_shared():
+                driver.cuDeviceGet(ctypes.byref(device), number % count.value)
+                driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+                driver.cuCtxSetCurrent(context)
+            return
+    # AMD's, only if MPI has loaded it: torch has its own, and the two should not meet without need.
+    for path in (path for path in libraries if Path(path).name.startswith("libamdhip64")):
+        hip = ctypes.CDLL(path)
+        if hip.hipGetDeviceCount(ctypes.byref(count)) == 0 and count.value and not is_shared():
+            hip.hipSetDevice(number % count.value)
 
 
 def adopt(comm: Any) -> MpiTransport:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 MAPS = Path("/proc/self/maps")
-CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH
+GPU_KINDS = {"CUDA": 0, "HIP": 2}  # MPIX_GPU_SUPPORT_CUDA and so on of MPICH
+CRAY_GPU = "MPICH_GPU_SUPPORT_ENABLED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +59,18 @@ def thread_level() -> str:
 
 
 def loaded_libraries() -> list[str]:
-    """List the MPI libraries loaded in this process, including those loaded with RTLD_LOCAL."""
+    """List the libraries of MPI and HIP loaded in this process, including those loaded with RTLD_LOCAL."""
     if not MAPS.exists():
         return []
     paths = {line.split(maxsplit=5)[-1] for line in MAPS.read_text().splitlines() if "/" in line}
-    return sorted(path for path in paths if Path(path).name.startswith(("libmpi", "libmpich")))
+    return sorted(path for path in paths if Path(path).name.startswith(("libmpi", "libamdhip64")))
 
 
 def cuda_support(libraries: Sequence[str], environ: Mapping[str, str]) -> tuple[bool | None, str]:
     """Return whether MPI claims to accept GPU buffers, and the source of the claim."""
-    cray = [path for path in libraries if Path(path).name.startswith("libmpi_gtl_cuda")]
-    if environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
-        return bool(cray), f"MPICH_GPU_SUPPORT_ENABLED=1, libmpi_gtl_cuda is {'' if cray else 'not '}loaded"
+    layers = [name for path in libraries if (name := Path(path).name).startswith(("libmpi_gtl_cuda", "libmpi_gtl_hsa"))]
+    if (cray := environ.get(CRAY_GPU)) == "1" or (cray == "0" and not layers):
+        return bool(layers), f"{CRAY_GPU}={cray}, {layers[0] if layers else 'no GPU transport layer (GTL) is'} loaded"
     if environ.get("I_MPI_OFFLOAD", "") not in ("", "0"):
         return True, f"I_MPI_OFFLOAD={environ['I_MPI_OFFLOAD']}"
     for path in libraries:
@@ -85,13 +86,18 @@ def cuda_support(libraries: Sequence[str], environ: Mapping[str, str]) -> tuple[
 
 def _ask(library: Any) -> tuple[bool, str] | None:
     if hasattr(library, "MPIX_GPU_query_support"):
-        supported = ctypes.c_int(0)
-        if library.MPIX_GPU_query_support(ctypes.c_int(CUDA), ctypes.byref(supported)) == 0:
-            return bool(supported.value), f"MPIX_GPU_query_support says {'yes' if supported.value else 'no'}"
-    if hasattr(library, "MPIX_Query_cuda_support"):
-        yes = library.MPIX_Query_cuda_support() == 1
-        return yes, f"MPIX_Query_cuda_support says {'yes' if yes else 'no'}"
-    return None
+        found = {kind: ctypes.c_int(0) for kind in GPU_KINDS}
+        if not any(
+            library.MPIX_GPU_query_support(ctypes.c_int(GPU_KINDS[kind]), ctypes.byref(supported))
+            for kind, supported in found.items()
+        ):
+            kinds = [kind for kind, supported in found.items() if supported.value]
+            return bool(kinds), f"MPIX_GPU_query_support says {', '.join(kinds) or 'no'}"
+    queries = [name for kind in ("cuda", "rocm") if hasattr(library, name := f"MPIX_Query_{kind}_support")]
+    if not queries:
+        return None
+    yes = next((name for name in queries if getattr(library, name)() == 1), None)
+    return yes is not None, f"{yes or queries[0]} says {'yes' if yes else 'no'}"
 
 
 def swap_in_place(send: torch.Tensor, receive: torch.Tensor, peer: int) -> None:

@@ -16,12 +16,14 @@ exit. If transfers are still in progress then, after a failure, groups are abort
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
@@ -31,9 +33,12 @@ from kvr_mpi.transport.collectives import in_float32
 if TYPE_CHECKING:
     import torch
 
-# A transfer may wait for as long as the slowest rank computes; the launcher detects dead ranks.
-TIMEOUT = timedelta(days=7)
+# After this, NCCL ends the process. The deadlines of `Forwarder` are shorter, and name the message; but a host that
+# waits for its GPU, such as for the sums of a tensor-parallel group, has no other deadline.
+TIMEOUT = timedelta(hours=2)
 RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
+# How long a rank waits for another to connect to it, which may still connect to others, or load libraries.
+CONNECT_TIMEOUT = timedelta(minutes=10)
 PAUSE_S = 5e-5
 # How long transfers may take to end after the last rank has joined them.
 END_S = 1.0
@@ -43,15 +48,11 @@ MAX_BLOCKS = 4
 
 
 class _GpuWork:
-    """A transfer on NCCL's stream, and its tensor.
+    """A transfer on NCCL's stream, and its tensor."""
 
-    end : aborts all groups if it fails, so that this rank does not wait for their streams.
-    """
-
-    def __init__(self, work: Any, tensor: torch.Tensor, end: Callable[[], object]) -> None:
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
         self._work: Any = work
         self._tensor: torch.Tensor | None = tensor
-        self._end = end
 
     def test(self) -> bool:
         work = self._work
@@ -62,13 +63,15 @@ class _GpuWork:
         return self._work is None
 
     def _check(self, work: Any) -> None:
-        """Raise the error of a failed transfer, which NCCL counts as completed."""
+        """Raise the error of a failed transfer, which NCCL counts as completed.
+
+        Groups are not aborted first: aborting them one after another can hang, while `Transport.abort` ends the job.
+        """
         try:
             failure = work.exception()
         except Exception as error:
             failure = error
         if failure is not None:
-            self._end()
             raise TransportError(
                 f"NCCL: {failure}; the rank at the other end, or its link, has failed: check the last lines of its log"
             )
@@ -90,6 +93,7 @@ class _Groups:
         import torch
 
         self.rank, self.device_type, self._store = control.rank, device.type, connect_store(control)
+        self._store.set_timeout(CONNECT_TIMEOUT)
         self.up, self.down = (_make(self._store, name, control.rank, control.size) for name in ("up", "down"))
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.under_way: deque[_GpuWork] = deque()
@@ -108,7 +112,7 @@ class _Groups:
         for _ in range(min(2, len(self.under_way))):  # two, so that the queue does not grow
             if not (earlier := self.under_way.popleft()).test():
                 self.under_way.append(earlier)
-        self.under_way.append(_GpuWork(work, tensor, self.end))
+        self.under_way.append(_GpuWork(work, tensor))
         return self.under_way[-1]
 
 
@@ -170,13 +174,25 @@ class NcclTransport:
         return groups.begin(group.recv([data], peer, 0), data)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over all ranks. NCCL sums in one order, and all ranks receive the same bits."""
+        """Replace a tensor by its sum over all ranks. NCCL sums in one order, and all ranks receive the same bits.
+
+        bfloat16 is summed as it is, as in Megatron-LM: half the bytes of float32, and no conversions. In float16, a sum
+        could overflow.
+        """
         if tensor.device.type != self._groups.device_type:
             self._control.all_reduce(tensor)
         elif self.size > 1:
             if self._members not in self._groups.sums:
                 self.renew_sums()
-            in_float32(tensor, lambda total: self._groups.sums[self._members].allreduce([total]).wait())
+            import torch
+
+            def reduce(total: torch.Tensor) -> None:
+                self._groups.sums[self._members].allreduce([total]).wait()
+
+            if tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.numel():
+                reduce(tensor.view(-1))
+            else:
+                in_float32(tensor, reduce)
 
     def abort_sums(self) -> None:
         """End this rank's part in sums that other ranks do not join; the next ones raise an error."""
@@ -249,6 +265,24 @@ def _make(store: Any, name: str, rank: int, size: int, *, sums: bool = False) ->
     return _explained(
         lambda: dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options), "starting NCCL"
     )
+
+
+def write_last_messages(rank: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Write what torch's flight recorder remembers, as NCCL does after its own timeout; return the file's name.
+
+    Nothing is written unless the recorder is on (TORCH_FR_BUFFER_SIZE) and has a file (TORCH_FR_DUMP_TEMP_FILE).
+    """
+    import torch
+
+    dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+    prefix = environ.get("TORCH_FR_DUMP_TEMP_FILE", "")
+    if dump is None or not prefix or environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
+        return ""
+    file = Path(f"{prefix}{rank}")
+    with contextlib.suppress(OSError, RuntimeError):
+        file.write_bytes(dump())
+        return str(file)
+    return ""
 
 
 def _distributed() -> Any:

@@ -12,7 +12,7 @@ import torch
 from kvr_mpi.kv.attention import attend
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
-from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
+from kvr_mpi.model.cpu_attention import AMX, OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.products import PANELS, PREPACKED, WIDENED, Product, can_lay, can_widen, find_products
@@ -34,14 +34,19 @@ class Candidates:
 
     ways : for each implementation, makes one or several functions of inputs (rows, features) that take turns.
     features : of a row.
-    most_rows : largest number of rows for which an implementation differs from the plain one.
+    least_rows, most_rows : smallest and largest numbers of rows at which an implementation is tried.
     """
 
     name: str
     ways: Mapping[str, Callable[[], Sequence[Compute]]]
     features: int
     dtype: torch.dtype
+    least_rows: Mapping[str, int] = field(default_factory=dict)
     most_rows: Mapping[str, int] = field(default_factory=dict)
+
+    def tries(self, way: str, rows: int) -> bool:
+        """Whether an implementation is tried at a number of rows."""
+        return self.least_rows.get(way, rows) <= rows <= self.most_rows.get(way, rows)
 
     def rows(self, count: int) -> torch.Tensor:
         """Make random inputs (count, features)."""
@@ -73,7 +78,7 @@ def product_candidates(
             names.append(WIDENED)
         if len(names) > 1:
             ways = {name: partial(_calls, name, turns, library, narrowed) for name in names}
-            kinds.append(Candidates(shape, ways, one.shape[1], one.dtype, {NARROW: NARROW_ROWS}))
+            kinds.append(Candidates(shape, ways, one.shape[1], one.dtype, most_rows={NARROW: NARROW_ROWS}))
     return kinds
 
 
@@ -102,7 +107,9 @@ def attention_candidates(loaded: LoadedModel, library: KernelLibrary | None) -> 
         return [each.to(loaded.dtype).transpose(1, 2) for each in made]
 
     draw = torch.Generator().manual_seed(KEYS)
-    if not library.takes(torch.empty(1, heads, 1, layer.key_dim, dtype=loaded.dtype), *make_cache(1, draw)):
+    one = torch.empty(1, heads, 1, layer.key_dim, dtype=loaded.dtype), *make_cache(1, draw)
+    own = [way for way, takes in ((OWN, library.takes), (AMX, library.takes_amx)) if takes(*one)]
+    if not own:
         return []
 
     @cache
@@ -123,12 +130,12 @@ def attention_candidates(loaded: LoadedModel, library: KernelLibrary | None) -> 
         return compute
 
     scale = layer.key_dim**-0.5
-    ours = AttentionParams(scale, kernel=CpuAttention(library, always(OWN)))
+    kernels = {PLAIN: None} | {way: CpuAttention(library, always(way)) for way in own}
     ways = {
-        way: lambda params=params: [attending(params, *each) for each in caches()]
-        for way, params in ((PLAIN, AttentionParams(scale)), (OWN, ours))
+        way: lambda kernel=kernel: [attending(AttentionParams(scale, kernel=kernel), *each) for each in caches()]
+        for way, kernel in kernels.items()
     }
-    return [Candidates(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype)]
+    return [Candidates(attention_name(loaded), ways, heads * layer.key_dim, loaded.dtype, least_rows={AMX: 2})]
 
 
 def _attending_layer(loaded: LoadedModel) -> LayerShape | None:

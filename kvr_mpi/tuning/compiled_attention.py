@@ -37,7 +37,8 @@ NO_COMPILER = f"no compiler found ({', '.join(COMPILERS)}), and CXX is not set"
 # FMA contraction does not reorder additions; no option disables NaN.
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
 NOT_COMPILED = "attention is not compiled, so torch's is used"
-ALLOWED_ERROR = 1e-5
+# With AMX, weights are rounded to bfloat16.
+ALLOWED_ERROR, ALLOWED_AMX_ERROR = 1e-5, 1e-2
 # Test cases (heads, KV heads, queries, keys): full and partial tiles, several blocks of keys, queries at the end of the
 # keys and on both sides of a block's end, and one query with one or several pieces of keys.
 TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
@@ -193,9 +194,13 @@ def _try(library: KernelLibrary) -> None:
             query, keys, values = (each.to(dtype) for each in tensors)
             for causal, window in ((False, None), (True, None), (True, 10)):
                 how: Any = {"causal": causal, "window": window}
-                found = library.attend(query, keys, values, 0.3, **how)
-                for mine, truth in zip(found, _attend_in_float64(query, keys, values, 0.3, **how), strict=True):
-                    if not torch.allclose(mine.double(), truth, rtol=ALLOWED_ERROR, atol=ALLOWED_ERROR):
+                truth = _attend_in_float64(query, keys, values, 0.3, **how)
+                found = [(library.attend(query, keys, values, 0.3, **how), ALLOWED_ERROR)]
+                if library.amx is not None and dtype == torch.bfloat16:
+                    found.append((library.amx.attend(query, keys, values, 0.3, **how), ALLOWED_AMX_ERROR))
+                for results, error in found:
+                    pairs = zip(results, truth, strict=True)
+                    if not all(torch.allclose(mine.double(), other, error, error) for mine, other in pairs):
                         raise ValueError("it gives wrong results")
 
 

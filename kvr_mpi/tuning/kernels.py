@@ -24,10 +24,10 @@ from pydantic import Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
 from kvr_mpi.errors import Say, counted
-from kvr_mpi.kv.attention import name_attention, why_no_flash3
+from kvr_mpi.kv.attention import name_attention, why_no_new_flash
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import DTYPES, HALVES, CpuAttention, KernelLibrary
-from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions
+from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions, fuse_rows
 from kvr_mpi.model.kernels import PLAIN, ROWS, Ways, give_kernel, kernel_of
 from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
@@ -62,8 +62,10 @@ MOST_CALL_S = 0.2
 COMPARED_ROWS = (*ROWS[:-1], 205)
 # But not where torch alone would take this long: its 16-bit products may be slow, and kinds share their kernels.
 MOST_COMPARED_S = 1.0
-# Rows with which products in a model's dtype are timed against float32, and how much slower they are when jobs say so.
+# Rows with which products in a model's dtype are timed against other dtypes, how much slower they are when jobs say so,
+# and what another dtype costs.
 SLOW_ROWS, SLOW_FACTOR = 64, 2.0
+FASTER_DTYPES = {torch.float32: "takes twice the memory", torch.bfloat16: "is less precise"}
 MOST_FILE_BYTES = 1 << 20
 
 Gains = dict[str, dict[str, list[float]]]
@@ -127,6 +129,9 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         tries = 1 if known is None else known.tries + 1
         _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
     give_products(loaded.model, ways, attention, narrowed)
+    if attention is not None:
+        fused = fuse_rows(loaded.model, attention.rows)
+        say(Detail(f"in one pass: {', '.join(f'{count} {name}' for name, count in fused.items())}"))
 
 
 def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
@@ -148,8 +153,8 @@ def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
     if loaded.device.type == "cuda":
         norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
         say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
-        if (why3 := why_no_flash3(loaded.device, torch.bfloat16)) is not None:
-            say(Detail(f"FlashAttention 3 is not used: {why3}"))
+        if (why_not := why_no_new_flash(loaded.device, torch.bfloat16)) is not None:
+            say(Detail(f"FlashAttention 3 or 4 is not used: {why_not}"))
 
 
 def _known_or_measured(known: _Kept | None, kinds: Sequence[Candidates]) -> tuple[Gains, float]:
@@ -212,11 +217,7 @@ def measure_gains(kinds: Sequence[Candidates]) -> Gains:
 def _gains_of(kind: Candidates, calls: Mapping[str, Sequence[Compute]], count: int) -> dict[str, float]:
     """Return the speed-up of each implementation at a number of rows; for `PLAIN` the best time in seconds."""
     rows = kind.rows(count)
-    turns = {
-        way: each if count <= TURNS_ROWS else each[:1]
-        for way, each in calls.items()
-        if count <= kind.most_rows.get(way, count)
-    }
+    turns = {way: each if count <= TURNS_ROWS else each[:1] for way, each in calls.items() if kind.tries(way, count)}
     once = {way: _seconds(each, rows, 1) for way, each in turns.items()}
     repeats = max(1, min(100, int(SAMPLE_S / max(min(once.values()), 1e-6))))
     times: dict[str, list[float]] = {way: [] for way in turns}
@@ -234,18 +235,17 @@ def _right_ways(kind: Candidates, calls: Mapping[str, Sequence[Compute]], counts
     for rows in map(kind.rows, counts):
         truth = calls[PLAIN][0](rows)
         right -= {
-            way
-            for way in right - {PLAIN}
-            if len(rows) <= kind.most_rows.get(way, len(rows)) and not is_same(truth, calls[way][0](rows))
+            way for way in right - {PLAIN} if kind.tries(way, len(rows)) and not is_same(truth, calls[way][0](rows))
         }
     return right
 
 
 @torch.inference_mode()
 def describe_slow_dtype(loaded: LoadedModel) -> str | None:
-    """Say how much slower a 16-bit model's products are than in float32 on this CPU, with its kernels in use or not.
+    """Say how much slower a 16-bit model's products are than in another dtype on this CPU, as its kernels compute them.
 
-    Returns None if they are about as fast, or on GPUs. The products of most multiplications per layer are timed.
+    The others are float32 and, for a float16 model, bfloat16. Returns None if none is much faster, or on GPUs. The
+    products of most multiplications per layer are timed.
     """
     products = find_products(loaded.model)
     if loaded.dtype not in HALVES or loaded.device.type != "cpu" or not products:
@@ -253,18 +253,23 @@ def describe_slow_dtype(loaded: LoadedModel) -> str | None:
     layer = max(products.values(), key=lambda layers: (len(layers) > 1, len(layers) * layers[0].weight.numel()))[0]
     kernel = kernel_of(layer)
     own = partial(torch.nn.functional.linear, weight=layer.weight, bias=layer.bias) if kernel is None else kernel
-    wide = partial(torch.nn.functional.linear, weight=layer.weight.float())
+    others = [dtype for dtype in FASTER_DTYPES if dtype.itemsize > 2 or loaded.dtype == torch.float16]
+    calls = {dtype: partial(torch.nn.functional.linear, weight=layer.weight.to(dtype)) for dtype in others}
     rows = torch.randn(SLOW_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
-    halves = rows.to(loaded.dtype)
-    pairs = [(_seconds([own], halves, 1), _seconds([wide], rows, 1)) for _ in range(PAIRS)]
-    own_s, wide_s = map(min, zip(*pairs, strict=True))  # other programs may disturb some of them
-    ratio = own_s / wide_s
+    times_s: dict[torch.dtype, list[float]] = {dtype: [] for dtype in (loaded.dtype, *others)}
+    for _ in range(PAIRS):
+        for dtype, each in times_s.items():
+            each.append(_seconds([calls.get(dtype, own)], rows.to(dtype), 1))
+    best_s = {dtype: min(each) for dtype, each in times_s.items()}  # other programs may disturb some of them
+    fastest = min(others, key=best_s.__getitem__)
+    ratio = best_s[loaded.dtype] / best_s[fastest]
     if ratio < SLOW_FACTOR:
         return None
-    name = str(loaded.dtype).removeprefix("torch.")
+    name, faster = (str(dtype).removeprefix("torch.") for dtype in (loaded.dtype, fastest))
     return (
-        f"warning: {name} is slow on this processor: products of weights take {ratio:.1f} times as long as in float32. "
-        "Set model.dtype = 'float32', which takes twice the memory, or model.kernels = 'measured' with a C++ compiler"
+        f"warning: {name} is slow on this processor: products of weights take {ratio:.1f} times as long as in "
+        f"{faster}. Set model.dtype = '{faster}', which {FASTER_DTYPES[fastest]}, or model.kernels = 'measured' with a "
+        "C++ compiler"
     )
 
 

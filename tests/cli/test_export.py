@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from made_runs import COLUMNS, NASTY, example_records, exported, write_run
 
 import kvr_mpi.store.export as export_module
-from kvr_mpi.errors import EXIT_OK, EXIT_USAGE
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.store.record import REALS, Record
 from kvr_mpi.store.rewrite import merge_run
 
@@ -91,6 +91,23 @@ def test_csv_has_answers_and_what_was_asked_for(tmp_path: Path, run_kvr: Kvr) ->
         "coverage",
     ]
     assert list(frame["question"]) == ["", "Why?"] and list(frame["scores"]) == ["", scored.scores]
+
+
+def test_chosen_fields_in_the_given_order(result: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    records, names = example_records(), ["answer", "id", "coverage"]
+    code, out, err = run_kvr("export", result, "--fields", "answer, id,coverage")
+    assert (code, err) == (EXIT_OK, "")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [list(line) for line in lines] == [names] * len(records)
+    assert [line["id"] for line in lines] == [record.id for record in records]
+    table = read_csv(run_kvr("export", result, "--fields", ",".join(names), "--format", "csv")[1].encode())
+    assert list(table.columns) == names and list(table["answer"]) == [record.answer for record in records]
+    target = tmp_path / "two.parquet"
+    assert run_kvr("export", result, "--fields", "id,answer", "--format", "parquet", "-o", target)[0] == EXIT_OK
+    assert list(pandas.read_parquet(target).columns) == ["id", "answer"]
+    code, _, err = run_kvr("export", result, "--fields", "id,anwser")
+    assert code == EXIT_CONFIG and "'anwser'" in err and "finish_reason" in err
+    assert run_kvr("export", result, "--fields", "id", "--format", "openai-batch")[0] == EXIT_USAGE
 
 
 @settings(max_examples=25)

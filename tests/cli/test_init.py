@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 from constants import Kvr
 
 from kvr_mpi.cli import group
+from kvr_mpi.cli.init import _parameters
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
 from kvr_mpi.job import load_job
 
@@ -36,7 +38,7 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     # A run of two documents cannot go on with all of them: what is tried out is not where the job will write.
     assert "--set documents.limit=1 --set output.path=runs/minutes-try\n" in out
     active = [line for line in Path("minutes.toml").read_text().splitlines() if line and not line.startswith("#")]
-    assert len(active) == 11, "five sections, and a few lines that anyone understands"
+    assert len(active) == 12, "five sections, and a few lines that anyone understands"
     spec, _ = load_job(Path("minutes.toml"), (), {})
     assert spec.documents.path == ["my corpus"] and spec.model.path == str(tiny_model_dir)
     assert spec.prompt.template == f"{{text}}\n\n{ASKED}" and spec.output.path == "runs/minutes"
@@ -56,6 +58,7 @@ def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir
     assert code == EXIT_OK and "3 documents of the first 6 will have error records" in out
     for name, why in {"nothing.txt": "is empty", "program.txt": "a binary file", "latin.txt": "byte 0xe9"}.items():
         assert any(line.startswith(f"  {name}: ") and why in line for line in out.splitlines()), out
+    assert load_job(Path("job.toml"), (), {})[0].output.max_failed == 3
     # The trial has two documents that can be answered, and those between them are no failure.
     assert "try it with 2 documents, among the first 5:" in out
     assert "--set documents.limit=5 --set output.path=runs/job-try --set output.max_failed=3\n" in out
@@ -72,12 +75,35 @@ def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_k
     Path("job.toml").write_text(more)
     spec, sources = load_job(Path("job.toml"), (), {})
     assert (
-        count == 8
+        count == 7
         and spec.generation.repetition_penalty == 1.05
         and spec.output.kv
         and spec.generation.temperature == 0.7
         and len(sources) > count
     )
+
+
+def test_generation_settings_suit_the_model_and_the_question(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
+    words = ["--corpus", "my corpus", "--model", tiny_model_dir]
+    assert run_kvr("init", "short.toml", *words, "--ask", "Was the ferry late? Answer yes or no.")[0] == EXIT_OK
+    short = load_job(Path("short.toml"), (), {})[0].generation
+    assert (short.max_new_tokens, short.repetition_penalty) == (64, 1.05)
+    own = place / "own"
+    shutil.copytree(tiny_model_dir, own)
+    (own / "generation_config.json").write_text('{"repetition_penalty": 1.1}')
+    assert (
+        run_kvr("init", "long.toml", "--corpus", "my corpus", "--model", own, "--ask", "List all names.")[0] == EXIT_OK
+    )
+    long = load_job(Path("long.toml"), (), {})[0].generation
+    assert (long.max_new_tokens, long.repetition_penalty) == (512, None), "the model's own penalty applies"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("Qwen/Qwen2.5-0.5B-Instruct", 0.5e9), ("a/SmolLM2-135M-Instruct.Q4_1.gguf", 135e6), ("org/model-7b", 7e9)],
+)
+def test_the_size_of_a_model_is_in_its_name(name: str, parameters: float) -> None:
+    assert _parameters(name) == parameters
 
 
 @pytest.mark.parametrize(

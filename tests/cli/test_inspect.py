@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +56,23 @@ def test_inspect_shows_one_document(run_folder: Path, run_kvr: Kvr) -> None:
             assert out.endswith("\n\n" + each.answer.replace("\r", "") + "\n")
         told = json.loads(run_kvr("inspect", run_folder, each.id, "--json")[1])
         assert list(told) == [*COLUMNS, "kv"] and {name: told[name] for name in COLUMNS} == each.as_json()
+
+
+def test_inspect_wraps_an_answer_at_the_width_of_a_terminal(tmp_path: Path, kvr: Path) -> None:
+    answer = "First, the council approved the minutes of its last meeting.\n\n- a list  \n" + "Then it adjourned. " * 9
+    run, (reader, terminal) = write_run(tmp_path / "run", [Record("a", "done", answer=answer)]), pty.openpty()
+    environ = {**os.environ, "COLUMNS": "40", "TERM": "dumb"}
+    shown = subprocess.Popen([kvr, "inspect", run, "a"], stdout=terminal, env=environ)
+    os.close(terminal)
+    out = b""
+    with contextlib.suppress(OSError):  # the end of a terminal whose last writer has ended
+        while piece := os.read(reader, 1 << 16):
+            out += piece
+    os.close(reader)
+    assert shown.wait() == EXIT_OK
+    lines = out.decode().partition("\r\n\r\n")[2].split("\r\n")
+    assert " ".join(" ".join(lines).split()) == " ".join(answer.split())
+    assert 35 < max(map(len, lines)) <= 40 and "" in lines[:-1] and "- a list" in lines
 
 
 def test_inspect_tells_of_keys_and_values_so_that_others_find_them(run_folder: Path, run_kvr: Kvr) -> None:

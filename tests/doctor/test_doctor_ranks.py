@@ -93,7 +93,10 @@ def test_slurm(changes: dict[str, str | None], words: list[str]) -> None:
     assert len(warnings) == len(words) and all(one.remedy for one in warnings)
     for word, one in zip(words, warnings, strict=True):
         assert word in one.found
-    assert "not in a SLURM job" in only(ranks.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
+    assert "not in a batch system's job" in only(ranks.check_slurm({"SLURM_NTASKS": "8"}, 1, 1, NOW_S)).found
+    pbs = {"PBS_JOBID": "12.server"}
+    assert only(ranks.check_slurm(pbs, 4, 2, NOW_S)).status == "warn"
+    assert "ends in" in only(ranks.check_slurm({**pbs, "KVR_END_TIME": str(NOW_S + 60)}, 4, 2, NOW_S)).found
     assert "restarted 2 times" in ranks.check_slurm({**JOB, "SLURM_RESTART_COUNT": "2"}, 4, 2, NOW_S)[0].found
 
 
@@ -160,7 +163,11 @@ def test_devices(second: RankFacts, status: str, words: str) -> None:
         (DeviceFacts(), "ok", "no GPU"),
         (DeviceFacts(driver=True), "warn", "built without CUDA"),
         (DeviceFacts(driver=True, built="13.0", visible=""), "warn", "hides"),
-        (DeviceFacts(driver=True, built="13.0", unusable="the driver is too old"), "fail", "the driver is too old"),
+        (
+            DeviceFacts(driver=True, built="13.0", unusable="the driver is too old", remedy="install another torch"),
+            "fail",
+            "the driver is too old",
+        ),
     ],
 )
 def test_no_gpu(device: DeviceFacts, status: str, words: str) -> None:

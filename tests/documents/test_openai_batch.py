@@ -32,7 +32,10 @@ def test_a_request_is_a_document() -> None:
     neutral = {"presence_penalty": 0.0, "stream": False, "logprobs": None, "response_format": {"type": "text"}}
     document = parse_request(row(**settings, **neutral, user="u", metadata={"a": "b"}), "rows:1")
     assert document.error is None
-    assert document.generation == OwnGeneration(5, 0, 0.9, top_k=0, stop=("END",), seed=7, n=1, json_schema="")
+    expected = OwnGeneration(5, 0, 0.9, top_k=0, presence_penalty=0.0, stop=("END",), seed=7, n=1, json_schema="")
+    assert document.generation == expected
+    penalties = parse_request(row(frequency_penalty=0.5, presence_penalty=-2), "rows:1").generation
+    assert (penalties.frequency_penalty, penalties.presence_penalty) == (0.5, -2)
     both = parse_request(row(max_tokens=5, max_completion_tokens=5, stop=["a", "b"]), "rows:1").generation
     assert both == OwnGeneration(5, stop=("a", "b"))
     for logprobs, top, wanted in ((True, None, 0), (True, 5, 5), (False, None, -1), (False, 0, -1), (None, None, None)):
@@ -65,7 +68,7 @@ def test_what_is_no_request(name: str, values: list[Any]) -> None:
         ("top_logprobs is 2, but body.logprobs is None", {"top_logprobs": 2}),
         ("top_logprobs is 21; expected a whole number from 0 to 20", {"logprobs": True, "top_logprobs": 21}),
         ("stream is True", {"stream": True}),
-        ("frequency_penalty is 0.5", {"frequency_penalty": 0.5}),
+        ("frequency_penalty is 2.5; expected from -2 to 2", {"frequency_penalty": 2.5}),
         ("max_tokens is 0; expected at least 1", {"max_tokens": 0}),
         ("max_tokens is 2.5", {"max_tokens": 2.5}),
         ("max_completion_tokens is 4, but body.max_tokens is 3", {"max_tokens": 3, "max_completion_tokens": 4}),

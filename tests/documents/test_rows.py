@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from made_corpora import (
 )
 
 from kvr_mpi.documents import MAX_ID_CHARS, Corpus, Document, RowFormat, read_corpus, scan_corpus
+from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.questions import answer_id
 
 # Any table
@@ -235,3 +237,12 @@ def test_a_parquet_file_that_inflates_is_read_a_few_rows_at_a_time(tmp_path: Pat
     finally:
         pa.set_memory_pool(usual)
     assert 20 << 20 < watched.max_memory() < 300 << 20, f"{watched.max_memory() >> 20} MiB"
+
+
+def test_documents_have_the_hashes_that_earlier_versions_gave_them() -> None:
+    with_column = Document("a", "text", columns={"title": "t"})
+    with_setting = Document("a", "text", generation=OwnGeneration(temperature=0.5))
+    assert with_column.sha256 == "be8dbba4f9ea779157a2d0c4e1e4aaa4cc26e317ca4e515a9a3766d0f2f9c4d4"
+    assert with_setting.sha256 == "16e4bfd127de8d2e554089fa4f965a04a46cbac0d60286d5b147e98dfeccad13"
+    with_penalty = OwnGeneration(temperature=0.5, presence_penalty=0.0)
+    assert replace(with_setting, generation=with_penalty).sha256 != with_setting.sha256, "0 may differ from the job's"

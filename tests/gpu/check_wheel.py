@@ -56,6 +56,8 @@ def missing_names() -> Iterator[str]:
     yield from (f"torch.nn.attention.{name}" for name in wanted if not hasattr(attention, name))
     if "FA3" not in attention.list_flash_attention_impls():
         yield "FA3 among list_flash_attention_impls()"
+    names = ((torch._C, "_accelerator_setAllocatorSettings"), (torch._C._distributed_c10d, "_dump_nccl_trace"))
+    yield from (f"torch's {name}" for module, name in names if not hasattr(module, name))
     about: Any = torch._C._CudaDeviceProperties
     yield from (f"device properties: {name}" for name in PROPERTIES if not hasattr(about, name))
 

@@ -47,6 +47,12 @@ def sums_end(ranks: Transport, control: Transport, device: torch.device) -> dict
                     torch.full((FEATURES,), turn + 1.0 + ranks.rank, device=device, dtype=dtype)
                 )
                 assert total.tolist() == [2 * turn + 3.0] * FEATURES, (dtype, turn)
+    draw = torch.Generator().manual_seed(0)
+    parts = torch.randn(2, FEATURES, generator=draw).to(torch.bfloat16)
+    truth, size = parts.float().sum(0), parts.float().abs().sum(0)
+    with tp_group.guarded():  # which may add in place
+        total = tp_group.all_reduce(parts[ranks.rank].to(device)).float().cpu()
+    assert bool(((total - truth).abs() <= 2 * torch.finfo(torch.bfloat16).eps * size).all())
     return found | {"ms, a sum with its wait": 10 * (time.monotonic() - began)}
 
 

@@ -123,6 +123,7 @@ class Network:
         self.at_work: set[str] = set()
         self.late: list[str] = []
         self.failure: str | None = None
+        self.summed: list[tuple[torch.dtype, int]] = []  # of each sum on a rank: dtype and bytes
 
     def group(self, name: str, rank: int, size: int, options: Options) -> Group:
         """Stand in for ``ProcessGroupNCCL(...)``."""
@@ -198,6 +199,7 @@ class Group:
         return self._begin(tensors, source, "receive", source, self.rank)
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Transfer:
+        self.network.summed.append((tensors[0].dtype, tensors[0].nbytes))
         return self._begin(tensors, ALL, "sum", self.rank, self.rank)
 
     def shutdown(self) -> None:

@@ -15,8 +15,7 @@ from gpu_machine import model_of, random_model
 from gpu_steps import Figures, Given
 
 from kvr_mpi.cli.environment import read_environment
-from kvr_mpi.kv import attention
-from kvr_mpi.kv.attention import PartialAttention, attend, name_attention
+from kvr_mpi.kv.attention import PartialAttention, attend
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
@@ -61,19 +60,7 @@ def error_of(part: PartialAttention, truth: tuple[torch.Tensor, torch.Tensor]) -
 
 
 def attention_is_exact(given: Given) -> Figures:
-    """All, causal, windowed and merged attention, token-major as buffers lie, against float64; cuDNN's, too."""
-    found = _worst_errors(given)
-    if given.kind != "cuda" or "cuDNN" not in name_attention(torch.device(given.device)):
-        return found
-    often = attention.CUDNN_SCORES
-    attention.CUDNN_SCORES = 0
-    try:
-        return found | {f"{name}, cuDNN": error for name, error in _worst_errors(given).items()}
-    finally:
-        attention.CUDNN_SCORES = often
-
-
-def _worst_errors(given: Given) -> Figures:
+    """All, causal, windowed and merged attention, token-major as buffers lie, against float64."""
     device = torch.device(given.device)
     draw, worst = torch.Generator(device).manual_seed(0), {str(dtype): 0.0 for dtype in ALLOWED}
     length, dims = (320, (64,)) if given.is_small else (KEYS, (64, 128, 256))

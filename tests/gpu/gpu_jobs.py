@@ -58,7 +58,7 @@ def groups_answer_alike(given: Given) -> Figures:
     if ranks < 2:
         raise Absent("one GPU, and a group is of two")
     job, found = make_job(given, "groups"), dict[str, Any]()
-    launch(1, "kvr-run", str(job), timeout_s=90)
+    launch(1, "kvr-run", str(job), timeout_s=30)
     truth = answers_of(job.parent / "alone")
     assert len(truth) == len(DOCUMENT_TOKENS) and all(len(answer) == NEW_TOKENS for answer in truth.values()), truth
     for size in (2, 4):
@@ -66,7 +66,7 @@ def groups_answer_alike(given: Given) -> Figures:
             continue
         output = job.parent / f"{size // 2}x2"
         settings = [f"output.path={output}", "parallel.tensor_parallel=2", "parallel.partition=even"]
-        launch(size, "kvr-run", str(job), *_set(settings), timeout_s=90)
+        launch(size, "kvr-run", str(job), *_set(settings), timeout_s=30)
         assert answers_of(output) == truth, f"{size} ranks: other answers than one rank's"
         found[f"answers, {size // 2} groups"] = len(truth)
     return found
@@ -76,21 +76,21 @@ def failures_end_sums(given: Given) -> Figures:
     """A rank of a group that fails while the GPU of another waits for it."""
     if nccl_rank_count(given) < 2:
         raise Absent("one GPU, and a group is of two")
-    told = launch(2, "python", str(Path(__file__).parent / "failing_sums.py"), timeout_s=80)
+    told = launch(2, "python", str(Path(__file__).parent / "failing_sums.py"), timeout_s=25)
     return dict(json.loads(next(line for line in told.splitlines() if line.startswith("{"))))
 
 
 def stored_is_asked(given: Given) -> Figures:
     """Answers of questions about stored documents: their keys and values loaded, against prefilled again."""
     job = make_job(given, "asking")
-    launch(1, "kvr-run", str(job), *_set(["output.kv=true"]), timeout_s=90)
+    launch(1, "kvr-run", str(job), *_set(["output.kv=true"]), timeout_s=30)
     run = job.parent / "alone"
     asked = [f"generation.max_new_tokens={NEW_TOKENS}", f"model.device={given.kind}", "model.dtype=float32"]
     launch(
-        1, "kvr", "ask", str(run), "-q", "w3 w1 w4", "--output", str(job.parent / "loaded"), *_set(asked), timeout_s=90
+        1, "kvr", "ask", str(run), "-q", "w3 w1 w4", "--output", str(job.parent / "loaded"), *_set(asked), timeout_s=30
     )
     again = [f"output.path={job.parent / 'anew'}", "prompt.template={text}\n\nw3 w1 w4"]
-    launch(1, "kvr-run", str(job), *_set(again), timeout_s=90)
+    launch(1, "kvr-run", str(job), *_set(again), timeout_s=30)
     loaded = {name.partition("#")[0]: tokens for name, tokens in answers_of(job.parent / "loaded").items()}
     anew = answers_of(job.parent / "anew")
     assert loaded == anew and len(loaded) == len(DOCUMENT_TOKENS), (loaded, anew)

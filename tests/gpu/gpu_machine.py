@@ -64,7 +64,7 @@ def count_attention() -> Counter[str]:
     def counting(name: str, run: Any) -> Any:
         return lambda *given, **how: (calls.update([name]), run(*given, **how))[1]
 
-    for name in ("_attend_flash", "_attend_cudnn", "_attend_blocks", "attend_flex"):
+    for name in ("_attend_flash", "_attend_blocks", "attend_flex"):
         setattr(attention, name, counting(name.removeprefix("_attend_"), getattr(attention, name)))
     setattr(varlen, "varlen_attn", counting("varlen", varlen.varlen_attn))  # noqa: B010 - packed rows and pages
     return calls
@@ -178,7 +178,6 @@ def make_model(folder: Path, head_dim: int = 32) -> Path:
     """Write a small random Llama with a tokenizer of words, whose heads two ranks and four can share out."""
     import torch
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -194,10 +193,20 @@ def make_model(folder: Path, head_dim: int = 32) -> Path:
         eos_token_id=None,
     )
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
+    make_tokenizer(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of words."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    # transformers looks for stop strings in tokens after this prefix.
+    vocabulary = {f"w{number}": number for number in range(WORDS - 1)} | {"abcdef": WORDS - 1}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    return folder
 
 
 def model_of(given: Given) -> str:

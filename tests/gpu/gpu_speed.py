@@ -31,7 +31,7 @@ from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, prefill_whol
 from kvr_mpi.prefill.packed import run_row
 from kvr_mpi.transport.local import LocalTransport, run_local
 
-CONTEXTS = (16_384, 32_768, 131_072)
+CONTEXTS = (16_384, 32_768)
 PROMPT, STEPS, REPEATS = 2048, 16, 5
 VLLM = """
 import json, sys, time
@@ -81,10 +81,14 @@ def decode_together(given: Given) -> Figures:
     loaded = random_model(given)
     prepare_model(loaded.model, chain=True)
     found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
-    for sequences in (1, 3) if given.is_small else (1, 8, 32):
+    for sequences in (1, 3) if given.is_small else (1, 8, 32, 128):
         for way in ("own memory", "pages"):
-            step_s, why_not = _step_seconds(given, loaded, sequences, way)
             name = f"{sequences}, {way}"
+            try:
+                step_s, why_not = _step_seconds(given, loaded, sequences, way)
+            except torch.OutOfMemoryError:
+                found[f"ms a step, {name}"] = "no room"
+                continue
             found |= {f"ms a step, {name}": 1e3 * step_s, f"tokens/s, {name}": sequences / step_s}
             found |= {f"recorded, {name}": "yes" if why_not is None else why_not}
     return found
@@ -160,26 +164,26 @@ def where_time_goes(given: Given) -> Figures:
     return found
 
 
+def distinct_lengths(given: Given) -> Figures:
+    """Milliseconds of a prefill of a length that was not seen before, and of the same length again."""
+    loaded, times = random_model(given, **SMALL), dict[str, list[float]](new=[], again=[])
+    prepare_model(loaded.model, chain=True)
+    first = 200 if given.is_small else 8000
+    prefill_whole(loaded, loaded.shape.sample_ids(first - 1, 7, 3))
+    for tokens in range(first, first + 24):
+        for taken in times.values():
+            wait_for(given)
+            began = time.perf_counter()
+            prefill_whole(loaded, loaded.shape.sample_ids(tokens, 7, 3))
+            wait_for(given)
+            taken.append(1e3 * (time.perf_counter() - began))
+    return {f"ms, {name}": statistics.median(taken) for name, taken in times.items()} | {"tokens": first}
+
+
 def _named(given: Given) -> str:
     if not given.model:
         raise Absent("needs a model that processes can load: --model FOLDER")
     return given.model
-
-
-def first_token_over_ranks(given: Given) -> Figures:
-    """``first-token`` over all GPUs."""
-    model, ranks = _named(given), rank_count(given)
-    if ranks < 2:
-        raise Absent("one GPU")
-    file = Path(given.output) / "bench.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    words = ["--model", model, "--device", given.kind, "--dtype", dtype_of(given), "--json", str(file), "--lend"]
-    words += ["--contexts", ",".join(map(str, contexts_of(given))), "--strategies", "single,kvr-e"]
-    words += ["--repeats", "1"] if given.is_small else []
-    launch(ranks, "python", "-m", "benchmarks", "first-token", *words, timeout_s=290)
-    rows = json.loads(file.read_text())
-    rows = rows["rows"] if isinstance(rows, dict) else rows
-    return {f"seconds, {row['context_tokens']}, {row['strategy']}": row["ttft_s"] for row in rows}
 
 
 def first_token_of_vllm(given: Given) -> Figures:
@@ -189,7 +193,7 @@ def first_token_of_vllm(given: Given) -> Figures:
         raise Absent("vllm is not installed")
     found: Figures = {}
     for tokens in contexts_of(given):
-        told = run_command([sys.executable, "-c", VLLM, model, str(tokens)], 145)
+        told = run_command([sys.executable, "-c", VLLM, model, str(tokens)], 70)
         line = next(line for line in told.splitlines() if line.startswith("seconds: "))
         found[f"seconds, {tokens}"] = statistics.median(json.loads(line.removeprefix("seconds: ")))
     return found
@@ -204,5 +208,5 @@ def write_profile(given: Given) -> Figures:
     folder = str(Path(given.output) / "tables") if given.is_small else "tables"
     settings = (f"model.path={model}", f"model.device={given.kind}", f"model.dtype={dtype_of(given)}")
     words = [word for setting in settings for word in ("--set", setting)]
-    told = launch(ranks, "kvr", "search", *words, "--contexts", contexts, "--output", folder, timeout_s=230)
+    told = launch(ranks, "kvr", "search", *words, "--contexts", contexts, "--output", folder, timeout_s=110)
     return {"said": told.strip().splitlines()[-1], "folder": folder}

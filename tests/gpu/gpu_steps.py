@@ -66,6 +66,7 @@ class Step:
 
     work : where it is, as ``module:name``: imported by the step's own process.
     needs_gpu : without a GPU it, and all that follow, are not begun.
+    needs_model : it is absent without --model.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Step:
     work: str
     timeout_s: float = 120.0
     needs_gpu: bool = True
+    needs_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,8 @@ def run_all(
         left_s = budget_s - (time.monotonic() - began)
         if step.needs_gpu and is_without_gpus(outcomes):
             outcomes.append(Outcome(step.name, "absent", said="this machine has no GPU that torch can use"))
+        elif step.needs_model and not given.model:
+            outcomes.append(Outcome(step.name, "absent", said="needs a model of yours: --model FOLDER"))
         elif left_s < LEAST_S:
             outcomes.append(Outcome(step.name, "absent", said=f"no time is left of the {budget_s:.0f} s (--budget)"))
         else:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_flash import CUDNN, DENSE, VARLEN, arguments_of, attend_as, check_flash
+from fake_flash import DENSE, VARLEN, arguments_of, attend_as, check_flash
 from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
 
@@ -39,7 +39,7 @@ TAKES_HOST = ("aten::copy_", "aten::index", "aten::_to_copy")
 SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::unique", "aten::bincount")
 TO, PIN = torch.Tensor.to, torch.Tensor.pin_memory
 HISTOGRAM, COPY = torch.ops.aten.histc.default, torch.ops.aten.copy_.default
-KERNELS = {DENSE: "dense", VARLEN: "varlen", CUDNN: "cudnn"}
+KERNELS = {DENSE: "dense", VARLEN: "varlen"}
 
 
 def grains(real: torch.Tensor) -> set[int]:
@@ -242,8 +242,8 @@ class PretendedCuda:
         How many each GPU has.
     waits : Counter
         What made the host wait for a GPU, or copied between their memories.
-    cudnn_fault, flash_fault : callable
-        Applied to what cuDNN gives, and flash attention.
+    flash_fault : callable
+        Applied to what flash attention gives.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,6 @@ class PretendedCuda:
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
         self.syncs_of_devices: list[torch.device] = []
         self.calls, self.waits, self.streams = Counter[str](), Counter[str](), Counter[int]()
-        self.cudnn_fault: Callable[[Any], Any] = lambda found: found
         self.flash_fault: Callable[[Any], Any] = lambda found: found
         self._lock, self._local = threading.RLock(), threading.local()
         self._defaults: dict[int, Stream] = {}
@@ -366,10 +365,8 @@ class PretendedCuda:
         """Run an attention kernel, which refuses what a GPU's would."""
         told = arguments_of(func, args, kwargs)
         self.calls["paged" if told.get("block_table") is not None else KERNELS[func]] += 1
-        if func is not CUDNN:
-            check_flash(func, told)
-        found = attend_as(func, arguments_of(func, *on_cpu))
-        return self.cudnn_fault(found) if func is CUDNN else self.flash_fault(found)
+        check_flash(func, told)
+        return self.flash_fault(attend_as(func, arguments_of(func, *on_cpu)))
 
     def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
         """Tell the sanitizer that a kernel on a stream reads and writes these grains."""

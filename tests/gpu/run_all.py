@@ -19,35 +19,43 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from gpu_many import remove_model
 from gpu_steps import Given, Outcome, Step, is_without_gpus, run_all, run_inside, write_report
 
-# What matters most comes first: an allocation may end, and a machine hang, at any step.
+# What matters most comes first: an allocation may end, and a machine hang, at any step. All limits together are half an
+# hour, but for those that need --model.
 STEPS = (
-    Step("machine", "versions, GPUs, and how they are connected", "gpu_machine:look_around", 60, needs_gpu=False),
-    Step("attention", "every kind of attention against float64", "gpu_correctness:attention_is_exact", 120),
-    Step("nccl, 2 ranks", "kvr verify over NCCL, bfloat16 and float32", "gpu_ranks:nccl_is_exact_on_2", 290),
-    Step("first token", "16k, 32k and 128k on one GPU, against transformers", "gpu_speed:first_token", 300),
-    Step("decode", "1, 8 and 32 sequences together", "gpu_speed:decode_together", 180),
-    Step("profiler", "where the time of a prefill, and of a step, goes", "gpu_speed:where_time_goes", 120),
-    Step("nccl, 4 ranks", "the same on four GPUs", "gpu_ranks:nccl_is_exact_on_4", 290),
-    Step("nccl, 8 ranks", "the same on eight", "gpu_ranks:nccl_is_exact_on_8", 290),
-    Step("first token, ranks", "over all GPUs, every strategy (--model)", "gpu_speed:first_token_over_ranks", 300),
-    Step("pretrained", "the demo's model against transformers on a CPU", "gpu_correctness:pretrained_is_exact", 200),
-    Step("flex", "soft caps, wide heads by FlexAttention, against float64", "gpu_features:bent_scores_are_exact", 240),
-    Step("synchronisation", "what waits for the GPU within a prefill", "gpu_correctness:nothing_synchronises", 120),
-    Step("out of memory", "of one rank of three; the next prompt is right", "gpu_correctness:memory_runs_out", 120),
-    Step("staged", "three ranks on one GPU, through pinned host memory", "gpu_ranks:staged_ranks_are_exact", 180),
-    Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 180),
-    Step("tensor-parallel", "groups of two GPUs, on 2 and 4, against one rank", "gpu_jobs:groups_answer_alike", 240),
-    Step("failing sums", "a rank of a group fails between its sums", "gpu_jobs:failures_end_sums", 90),
-    Step("asking", "stored keys and values that are asked, on one GPU", "gpu_jobs:stored_is_asked", 240),
-    Step("ragged", "heads with tokens of their own against float64", "gpu_features:ragged_heads_are_exact", 120),
-    Step("rolling", "rolling caches against whole ones", "gpu_features:rolling_caches_are_exact", 120),
-    Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", "gpu_ranks:cuda_aware_mpi_is_exact", 180),
-    Step("vllm", "first tokens by vLLM, if it is installed (--model)", "gpu_speed:first_token_of_vllm", 300),
-    Step("profile", "what this machine takes, for tables/ (--model)", "gpu_speed:write_profile", 240),
+    Step("machine", "versions, GPUs, and how they are connected", "gpu_machine:look_around", 30, needs_gpu=False),
+    Step("attention", "every kind of attention against float64", "gpu_correctness:attention_is_exact", 50),
+    Step("first token, ranks", "16k and 64k on 1, 2, 4, 8 GPUs", "gpu_many:first_tokens_by_ranks", 270),
+    Step("nccl, 2 ranks", "kvr verify over NCCL, bfloat16 and float32", "gpu_ranks:nccl_is_exact_on_2", 100),
+    Step("nccl, all ranks", "the same on eight GPUs, or four", "gpu_ranks:nccl_is_exact_on_all", 110),
+    Step("full job", "200 documents of many lengths, little memory", "gpu_many:job_fills_memory", 120),
+    Step("hanging ranks", "a rank is stopped, or killed: the job ends", "gpu_many:hanging_ranks_end_jobs", 120),
+    Step("first token", "16k and 32k on one GPU, against transformers", "gpu_speed:first_token", 110),
+    Step("decode", "1, 8, 32 and 128 sequences together", "gpu_speed:decode_together", 80),
+    Step("decode, group", "a tensor-parallel group of 4", "gpu_many:groups_decode", 80),
+    Step("links", "every link, by the size of a message", "gpu_many:every_link", 45),
+    Step("connections", "memory and seconds that NCCL takes", "gpu_many:connections_take_memory", 45),
+    Step("distinct lengths", "what a length costs that was not seen", "gpu_speed:distinct_lengths", 40),
+    Step("profiler", "where the time of a prefill, and of a step, goes", "gpu_speed:where_time_goes", 50),
+    Step("pretrained", "the demo's model against transformers on a CPU", "gpu_correctness:pretrained_is_exact", 50),
+    Step("flex", "soft caps, wide heads by FlexAttention, against float64", "gpu_features:bent_scores_are_exact", 75),
+    Step("synchronisation", "what waits for the GPU within a prefill", "gpu_correctness:nothing_synchronises", 40),
+    Step("out of memory", "of one rank of three; the next prompt is right", "gpu_correctness:memory_runs_out", 40),
+    Step("staged", "three ranks on one GPU, through pinned host memory", "gpu_ranks:staged_ranks_are_exact", 50),
+    Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 50),
+    Step("tensor-parallel", "groups of two GPUs, on 2 and 4, against one rank", "gpu_jobs:groups_answer_alike", 70),
+    Step("failing sums", "a rank of a group fails between its sums", "gpu_jobs:failures_end_sums", 30),
+    Step("asking", "stored keys and values that are asked, on one GPU", "gpu_jobs:stored_is_asked", 60),
+    Step("ragged", "heads with tokens of their own against float64", "gpu_features:ragged_heads_are_exact", 30),
+    Step("rolling", "rolling caches against whole ones", "gpu_features:rolling_caches_are_exact", 30),
+    Step("cuda-aware mpi", "ranks over an MPI that takes GPU memory", "gpu_ranks:cuda_aware_mpi_is_exact", 25),
+    Step("vllm", "first tokens by vLLM, if installed", "gpu_speed:first_token_of_vllm", 150, needs_model=True),
+    Step("profile", "what this machine takes, for tables/", "gpu_speed:write_profile", 120, needs_model=True),
 )
 NO_GPU = 77
+BUDGET_S = 1800.0
 
 
 def main() -> int:
@@ -55,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder of a model, for the steps that load one by name")
     parser.add_argument("--output", default="runs/gpu", help="folder of the report  [default: runs/gpu]")
-    parser.add_argument("--budget", type=float, default=1800.0, help="seconds  [default: 1800]")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help=f"seconds  [default: {BUDGET_S:.0f}]")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help="run this step only, here")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds for it, if fewer than it takes otherwise")
     told = parser.parse_args()
@@ -79,6 +87,7 @@ def main() -> int:
     try:
         outcomes = run_all(STEPS, given, Path(__file__), told.budget, tell)
     finally:
+        remove_model()
         print(f"\n{pages[-1] if pages else 'stopped before the first step had ended'}", flush=True)
     if any(outcome.status in ("failed", "timeout") for outcome in outcomes):
         return 1

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_nccl import Network
 from jobs_together import TOGETHER, Bench, check, prepare_places
 from made_jobs import answers, with_settings
 from pretended_cuda import PretendedCuda
 
 from kvr_mpi.errors import EXIT_OK
+from kvr_mpi.setup import prepare
 
 PLAIN = ("model.kernels=plain", "generation.max_new_tokens=2")
 BY_HEADS = "decode.mode=head-parallel"
@@ -48,12 +50,30 @@ def truths() -> dict[tuple[str, ...], Any]:
     ],
 )
 def test_ranks_are_connected_before_the_first_prompt(
-    ranks: int, settings: tuple[str, ...], truths: dict[tuple[str, ...], Any], job: Path, launch: Any
+    ranks: int,
+    settings: tuple[str, ...],
+    truths: dict[tuple[str, ...], Any],
+    job: Path,
+    launch: Any,
+    network: Network,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pair that closes a chain's ring, groups, and ranks that decode together; the answers are one rank's."""
+    """The pair that closes a chain's ring, groups, and ranks that decode together; the answers are one rank's.
+
+    Chains of a given length are connected before free memory is measured.
+    """
+    known: list[int] = []
+
+    def room(*given: Any, measure: Any = prepare._room) -> Any:
+        known.append(len(network.connections))
+        return measure(*given)
+
+    monkeypatch.setattr(prepare, "_room", room)
     for short in (0, 1):  # they take no chain
         (job.parent / "corpus" / f"doc-{short}.txt").unlink()
     launch(ranks, job, settings=settings)
+    if "parallel.ranks_per_chain=3" in settings:
+        assert max(known) == len(network.connections)
     alone = tuple(one for one in settings if one.startswith("compress"))
     if alone not in truths:
         launch(1, job, settings=(*alone, f"output.path={job.parent / 'alone'}"))

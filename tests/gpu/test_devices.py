@@ -26,6 +26,7 @@ from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.prepare import _room
 from kvr_mpi.transport import choose, mpi
 from kvr_mpi.transport.local import LocalTransport, run_local
+from kvr_mpi.transport.mpi_query import cuda_support
 
 CPU, CUDA_0 = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -148,30 +149,85 @@ class Driver:
     def cuCtxSetCurrent(self, context: Any) -> None:  # noqa: N802
         self.current.append(context.value)
 
+    def hipGetDeviceCount(self, count: Any) -> int:  # noqa: N802
+        return self.cuDeviceGetCount(count)
+
+    def hipSetDevice(self, number: int) -> None:  # noqa: N802
+        self.current.append(number)
+
+
+CRAY, GTL = "MPICH_GPU_SUPPORT_ENABLED", ["/opt/lib/libmpi_cray.so.12", "/opt/lib/libmpi_gtl_cuda.so.0"]
+HIP = ["/opt/lib/libmpi_gtl_hsa.so.0", "/opt/rocm/lib/libamdhip64.so.6"]
+
 
 @pytest.mark.parametrize(
-    ("environ", "opened"),
+    ("environ", "libraries", "opened"),
     [
-        ({"MPICH_GPU_SUPPORT_ENABLED": "1", "SLURM_LOCALID": "6"}, [102]),
-        ({"MV2_USE_CUDA": "1", "MV2_COMM_WORLD_LOCAL_RANK": "3"}, [103]),
-        ({"MPICH_GPU_SUPPORT_ENABLED": "0", "SLURM_LOCALID": "6"}, []),
-        ({"MPICH_GPU_SUPPORT_ENABLED": "1"}, []),
-        ({"SLURM_LOCALID": "1"}, []),
+        ({CRAY: "1", "SLURM_LOCALID": "6"}, GTL, [102]),
+        ({"MV2_USE_CUDA": "1", "MV2_COMM_WORLD_LOCAL_RANK": "3"}, [], [103]),
+        ({CRAY: "1"}, GTL, []),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, [], [101]),  # UCX takes the network cards that are near this GPU
+        ({CRAY: "0", "SLURM_LOCALID": "2"}, GTL, [102]),
+        ({"SLURM_LOCALID": "6"}, [], []),  # more ranks than GPUs: they may compute on the cores
+        ({CRAY: "1", "SLURM_LOCALID": "6"}, HIP, [2]),
+        ({"SLURM_LOCALID": "1"}, HIP, [1]),
     ],
 )
-def test_an_mpi_that_opens_a_gpu_when_it_starts_opens_the_ranks_own(
-    environ: dict[str, str], opened: list[int], monkeypatch: pytest.MonkeyPatch
+def test_the_ranks_own_gpu_is_current_when_mpi_starts(
+    environ: dict[str, str], libraries: list[str], opened: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver()
+
+    def load(name: str) -> Driver:
+        if libraries is HIP and "amdhip" not in name:
+            raise OSError("there is no NVIDIA driver")
+        return driver
+
+    with pytest.raises(RuntimeError, match=re.escape(f"MPI opens {opened}")):
+        start_mpi(environ, libraries, driver, load, monkeypatch)
+
+
+@pytest.mark.parametrize(("libraries", "enabled"), [(GTL[:1], "0"), (GTL, "1"), (HIP, "1")])
+def test_mpi_is_started_without_gpus_where_its_gpu_layer_is_missing(
+    libraries: list[str], enabled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cray's module asks for it, but mpi4py may not be linked to it; MPI_Init would abort."""
+    environ, driver = {CRAY: "1", "SLURM_LOCALID": "1"}, Driver()
+    with pytest.raises(RuntimeError, match="MPI opens"):
+        start_mpi(environ, libraries, driver, lambda name: driver, monkeypatch)
+    assert environ[CRAY] == enabled
+    claims, why = cuda_support(libraries, environ)
+    assert claims == (enabled == "1") and f"{CRAY}={enabled}" in why
+
+
+def start_mpi(environ: Any, libraries: list[str], driver: Driver, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connect up to MPI_Init, which fails and says which GPUs were opened."""
 
     def initialise(level: int) -> None:
         raise RuntimeError(f"MPI opens {driver.current}")
 
-    monkeypatch.setattr(mpi.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(mpi.ctypes, "CDLL", load)
+    monkeypatch.setattr(mpi, "loaded_libraries", lambda: libraries)
     monkeypatch.setattr(MPI, "Is_initialized", lambda: False)
     monkeypatch.setattr(MPI, "Init_thread", initialise)
-    with pytest.raises(RuntimeError, match=re.escape(f"MPI opens {opened}")):
-        mpi.connect(environ)
+    mpi.connect(environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "set_"),
+    [("nccl", {}, 1), ("staged", {}, 1), ("mpi", {}, 0), ("nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, 0)],
+)
+def test_segments_of_memory_grow_unless_other_processes_must_open_them(
+    name: str, environ: dict[str, str], set_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(choose, "_look", lambda *given: choose._View("cuda", "a", True, "", True))
+    monkeypatch.setattr(choose, "choose", lambda *given, **options: (name, "as requested"))
+    monkeypatch.setattr(choose, "open_nccl", lambda world, device: world)
+    monkeypatch.setattr(choose, "warm_up", lambda *given, **options: None)
+    choose.open_transport(LocalTransport(), "auto", CUDA_0, environ=environ)
+    assert settings == ["expandable_segments:True"] * set_
 
 
 def test_the_device_is_the_one_that_was_chosen_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +258,7 @@ def test_a_gpu_that_torch_cannot_use_stops_the_job_unless_none_is_expected(
         with pytest.raises(ModelError, match=r"CUDA 13\.0.*too old \(found version 12040\).*--index-url"):
             choose_device(name, 0)
     facts = look_at_device(0, {})
+    assert "--index-url" in facts.remedy
     assert "too old (found version 12040)" in facts.unusable and not facts.error
     assert choose_device("cpu", 0) == CPU
     for hidden in ("", "-1"):
@@ -213,3 +270,53 @@ def test_a_gpu_that_torch_cannot_use_stops_the_job_unless_none_is_expected(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(devices, "NVIDIA_DRIVER", tmp_path / "none")
     assert choose_device("auto", 0) == CPU
+
+
+def a_card(folder: Path, vendor: str, kind: str) -> None:
+    (card := folder / "card0" / "device").mkdir(parents=True)
+    (card / "vendor").write_text(f"{vendor}\n")
+    (card / "class").write_text(f"{kind}\n")
+
+
+@pytest.mark.parametrize(
+    ("simds", "card", "environ", "said"),
+    [
+        (440, None, {}, r"AMD GPU, and torch .* is not built for it.*whl/rocm"),
+        (440, None, {"ROCR_VISIBLE_DEVICES": ""}, ""),
+        (0, None, {}, ""),  # the driver is there, and only processors
+        (40, None, {}, ""),  # a laptop
+        (None, ("0x8086", "0x038000"), {}, "Intel GPU, on which kvr-mpi does not run"),
+        (None, ("0x8086", "0x030000"), {}, ""),  # a screen's
+        (None, ("0x10de", "0x038000"), {}, ""),
+    ],
+)
+def test_gpus_of_other_makers_are_not_silently_left_out(
+    simds: int | None,
+    card: tuple[str, str] | None,
+    environ: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A job on the cores would be about 100 times slower."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("NVIDIA_DRIVER", "AMD_DRIVER"):
+        monkeypatch.setattr(devices, name, tmp_path / name)
+    monkeypatch.setattr(devices, "AMD_NODES", tmp_path / "nodes")
+    monkeypatch.setattr(devices, "INTEL_CARDS", tmp_path / "drm")
+    if simds is not None:
+        (tmp_path / "AMD_DRIVER").touch()
+        for number, count in enumerate((0, simds)):
+            (tmp_path / "nodes" / str(number)).mkdir(parents=True)
+            (tmp_path / "nodes" / str(number) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {count}\n")
+    if card is not None:
+        a_card(tmp_path / "drm", *card)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if said:
+        for name in ("auto", "cuda"):
+            with pytest.raises(ModelError, match=said):
+                choose_device(name, 0)
+    else:
+        assert choose_device("auto", 0) == CPU
+    assert choose_device("cpu", 0) == CPU

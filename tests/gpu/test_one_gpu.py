@@ -40,7 +40,7 @@ from kvr_mpi.transport.local import LocalTransport, PretendedChain
 
 GPU = torch.device("cuda", 3)
 ANSWERED = (
-    *(attention._has_flash, attention._has_cudnn, attention.why_no_flash3),
+    *(attention._has_flash, attention.why_no_new_flash),
     *(flex.compiles, flex._options, flex._bend, flex.visible_blocks),
 )
 
@@ -274,28 +274,23 @@ def differs(found: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fault", "calls", "dense"), [(None, [3, 4, 4, 5], None), (fails, [1, 1, 1, 1], 4), (differs, [1, 1, 1, 1], 5)]
+    ("major", "name", "package"), [(9, "FA3", "flash_attn_interface"), (10, "FA4", "flash_attn.cute")]
 )
-def test_cudnn_is_used_for_long_prompts_unless_it_fails_or_differs(
-    gpu: PretendedCuda, fault: Any, calls: list[int], dense: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tried on two shapes, once, and then used."""
-    monkeypatch.setattr(attention, "CUDNN_SCORES", 4 * 20 * 20 // 2)
-    gpu.cudnn_fault = fault or gpu.cudnn_fault
-    found = []
-    for queries, causal in ((20, True), (20, False), (9, False), (10, False)):
-        check_on(gpu, queries, causal=causal)
-        found.append(gpu.calls["cudnn"])
-    assert found == calls and dense in (None, gpu.calls["dense"])
-
-
 @pytest.mark.parametrize(
     ("fault", "why"),
     [(None, None), (fails, "RuntimeError: version mismatch"), (differs, "its outputs differ by up to")],
 )
-def test_flash_attention_3_is_used_if_it_is_installed_unless_it_fails_or_differs(
-    gpu: PretendedCuda, fault: Any, why: str | None, monkeypatch: pytest.MonkeyPatch
+def test_newer_flash_attention_is_used_if_it_is_installed_unless_it_fails_or_differs(
+    gpu: PretendedCuda,
+    fault: Any,
+    why: str | None,
+    major: int,
+    name: str,
+    package: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Dense and in pages; nothing is left of cuDNN, which makes a plan for every new length."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     used: list[str] = []
 
     def activate(name: str) -> None:
@@ -308,14 +303,15 @@ def test_flash_attention_3_is_used_if_it_is_installed_unless_it_fails_or_differs
 
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", restore)
-    assert "is not installed" in str(attention.why_no_flash3(GPU, torch.bfloat16)) and not used
+    assert "is not installed" in str(attention.why_no_new_flash(GPU, torch.bfloat16)) and not used
     for known in ANSWERED:
         known.cache_clear()
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
-    told = attention.why_no_flash3(GPU, torch.bfloat16)
-    assert (why or "None") in str(told) and used == (["FA3"] if why is None else [])
-    assert attention.name_attention(GPU).startswith("FlashAttention 3, ") == (why is None)
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == package)
+    told = attention.why_no_new_flash(GPU, torch.bfloat16)
+    assert (why or "None") in str(told) and used == ([name] if why is None else [])
+    assert attention.name_attention(GPU).startswith(f"FlashAttention {name[2:]}, ") == (why is None)
     check_on(gpu, 20, causal=True)
+    assert gpu.calls["paged"] >= 1 and {*gpu.calls} <= {"dense", "paged"}
 
 
 @pytest.fixture
@@ -370,13 +366,14 @@ def test_which_way_a_layer_goes(gpu: PretendedCuda, case: Any, way: str, monkeyp
         (256, 101_376, 64),
         (512, 166_912, 64),
         (512, 101_376, 32),
+        (128, -65_536, 64),  # AMD's, without the property
     ],
 )
 def test_blocks_fit_into_the_shared_memory_of_the_gpu(
     gpu: PretendedCuda, head_dim: int, room: int, side: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As compiled for GPUs of 80, 86 and 90 by `test_wheel`."""
-    about = SimpleNamespace(shared_memory_per_block_optin=room)
+    about = SimpleNamespace(**{"shared_memory_per_block" + "_optin" * (room > 0): abs(room)})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     options = flex._options(GPU, head_dim)
     assert (options.get("BLOCK_M"), options.get("BLOCK_N")) == (side, side)

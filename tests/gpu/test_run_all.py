@@ -11,11 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gpu_steps
 import pytest
 import torch
 from gpu_steps import Given, Outcome, Step, run_step
+from run_all import BUDGET_S, STEPS
+
+from benchmarks.links import slow_links
 
 SCRIPT = Path(__file__).parent / "run_all.py"
 DUMP_S = 1.0
@@ -139,6 +143,20 @@ def test_a_step_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch) -> No
     assert limits[0] == 40.0 and limits[1] <= 100.0 - gpu_steps.DUMP_S + 0.5
     (late,) = gpu_steps.run_all(steps[:1], Given(), SCRIPT, 0.0)
     assert late.status == "absent" and "no time is left" in late.said
+
+
+def test_all_steps_fit_into_the_time_for_all() -> None:
+    """By their own limits, so that the last one is reached; those that need a model of the user's are on top."""
+    assert sum(step.timeout_s for step in STEPS if not step.needs_model) <= BUDGET_S
+    (absent,) = gpu_steps.run_all([Step("it", "", "", needs_gpu=False, needs_model=True)], Given(), SCRIPT, 100.0)
+    assert absent.status == "absent" and "--model" in absent.said
+
+
+def test_slow_links_between_hosts_are_warned_of() -> None:
+    rows = [{"bytes": 1 << 28, "from_rank": rank, "gigabytes_per_s": 1.2} for rank in range(3)]
+    hosts: list[Any] = [("a", ["Slingshot"]), ("a", ["Slingshot"]), ("b", ["Slingshot"]), ("c", [])]
+    (line,) = slow_links([*rows, {**rows[1], "bytes": 1 << 16}, {**rows[1], "gigabytes_per_s": 22.0}], hosts)
+    assert "1.20 GB/s from rank 1 on a to b" in line and "Slingshot" in line
 
 
 def test_the_end_of_an_allocation_ends_a_step_and_leaves_the_report_of_those_before(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_function_is_fused_on_all_ranks_or_on_none(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(kernels, "fuse_functions", fuse)
     monkeypatch.setattr(kernels, "name_attention", lambda device: "flash")
-    monkeypatch.setattr(kernels, "why_no_flash3", lambda device, dtype: None)
+    monkeypatch.setattr(kernels, "why_no_new_flash", lambda device, dtype: None)
     said: list[str] = []
     run_local(2, lambda rank: kernels.fuse_on_gpus(models[rank.rank], rank, lambda line: said.append(str(line))))
     for loaded in models:

@@ -25,14 +25,16 @@ BOTH = pytest.mark.parametrize("dtype", HALVES)
 @BOTH
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(("outs", "features"), [(1, 1), (33, 7), (71, 96), (300, 384), (577, 1000), (1100, 32)])
+@pytest.mark.parametrize(
+    ("outs", "features"), [(1, 1), (3, 64), (33, 7), (71, 96), (300, 384), (577, 1000), (1100, 32)]
+)
 def test_products_are_rounded_once(
     library: KernelLibrary, outs: int, features: int, threads: int, bias: bool, dtype: torch.dtype
 ) -> None:
     torch.set_num_threads(threads)
     whole, added = torch.randn(outs, features + 40).to(dtype), torch.randn(outs).to(dtype)
     weight = whole[:, 3 : features + 3]  # some of the features of a layer, as of a rank's heads
-    for count in (0, 1, 2, 3, 5, 8, 13, 16, 17, 384, 401):
+    for count in (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 384, 401):
         rows = torch.randn(1, count, 2 * features).to(dtype)[..., ::2]  # not next to each other
         got = library.multiply_halves(rows, weight, added if bias else None)
         wanted = rows.double() @ weight.double().T + (added.double() if bias else 0)

@@ -111,11 +111,11 @@ def test_heads_of_a_model_for_more_than_text_are_not_shared_out() -> None:
 def test_only_gpus_are_loaded_to_directly_and_timed_in_the_models_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 1)
     assert load.placement(gpu) == {"device_map": {"": gpu}} and load.placement(torch.device("cpu")) == {}
-    assert default_dtype("cpu") == default_dtype("auto") == "float32" and default_dtype("cuda") == "auto"
+    assert default_dtype("cpu") == default_dtype("auto") == "bfloat16" and default_dtype("cuda") == "auto"
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert load.placement(gpu) == {}
-    assert default_dtype("auto") == "auto" and default_dtype("cpu") == "float32"
+    assert default_dtype("auto") == "auto" and default_dtype("cpu") == "bfloat16"
 
 
 def test_the_same_weights_come_either_way(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -67,7 +68,16 @@ def test_mutants_are_found_in_every_dtype(
         assert not check_chain(loaded, said.append).attends_in_parts
     except Exception as error:
         said.append(str(error))
-    assert len(said) == 1 and "differ from those of plain transformers" in said[0]
+    assert "differ from those of plain transformers" in said[0]
+
+
+def test_the_largest_difference_is_logged() -> None:
+    said = list[str]()
+    check_chain(tiny("llama-gqa"), said.append)
+    (line,) = said
+    assert line.startswith("exactness check passed")
+    (difference,) = map(float, re.findall(r"\d+e-\d+", line))
+    assert difference < 1e-4
 
 
 @pytest.mark.slow

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_jobs import plain_job, toml_of, with_settings, write_job
 from made_tables import a_table
 
 from kvr_mpi.errors import ConfigError, KvrError, ModelError
-from kvr_mpi.job import load_job
+from kvr_mpi.job import load_job, make_job
 from kvr_mpi.preflight.checks import check_job
+from kvr_mpi.preflight.inputs import identity_of
 from kvr_mpi.tuning.table import save_table
 
 
@@ -64,7 +66,7 @@ HEADKV = ("compress.method=headkv", "compress.budget=512", "compress.profile=now
         (
             ("model.path=no-org/no-model",),
             2,
-            "is off (HF_HUB_OFFLINE, or SLURM), and the model is not in the local cache",
+            "is off (HF_HUB_OFFLINE, or a batch job), and the model is not in the local cache",
         ),
         (("output.columns=['labels']",), 2, "no row has a field 'labels'; the fields are body, id, title"),
         (("parallel.tensor_parallel=2", "model.path=org/name"), 4, "use that folder"),
@@ -196,3 +198,22 @@ def test_results_are_refused_unless_the_job_goes_on(job: Path, tmp_path: Path) -
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ConfigError, match="is not a folder"):
         check(job, goes_on=True)
+
+
+def test_every_value_of_a_newer_setting_changes_the_identity() -> None:
+    def identity(**generation: Any) -> str:
+        raw = {
+            "model": {"path": "model"},
+            "documents": {"path": "corpus"},
+            "prompt": {"template": "{text}"},
+            "output": {"path": "out"},
+            "generation": generation,
+        }
+        return json.dumps(identity_of(make_job(raw, Path("job.toml"), (), {})[0]), sort_keys=True)
+
+    defaults = identity()
+    assert "penalty" not in defaults.replace("repetition_penalty", "") and "stop_repetition" not in defaults
+    assert identity(stop_repetition=True) == defaults
+    penalties = [{name: value} for name in ("frequency_penalty", "presence_penalty") for value in (-1.0, 0.5, 1.0, 2.0)]
+    changed = [identity(**each) for each in [*penalties, {"stop_repetition": False}]]
+    assert len({defaults, *changed}) == len(changed) + 1

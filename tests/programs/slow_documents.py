@@ -12,7 +12,7 @@ read = Corpus.read
 
 
 def slowly(corpus: Corpus, index: int) -> Document:
-    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    if (os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("RESTARTED") or "0") == "0":
         time.sleep(2)
     return read(corpus, index)
 

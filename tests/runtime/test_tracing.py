@@ -50,8 +50,8 @@ def test_every_rank_says_what_it_did_and_the_answers_stay_the_same(run_job: Any)
             assert place in [after - max(known, before) for before, after in pairwise(record.slices)]
             for before, after in pairwise([prefill.began_s, *(span.ended_s for span in layers)]):
                 assert before <= after
-            assert layers[0].began_s == pytest.approx(prefill.began_s, abs=2e-6)
-            assert layers[-1].ended_s == pytest.approx(prefill.ended_s, abs=2e-6)
+            assert layers[0].began_s == pytest.approx(prefill.began_s, abs=1e-5)
+            assert layers[-1].ended_s == pytest.approx(prefill.ended_s, abs=1e-5)
             waits = [span for span in mine if span.kind == "wait"]
             if trace.header.rank == prompt.decode_rank and prompt.ranks == 2:
                 waited_s = sum(span.ended_s - span.began_s for span in waits)
@@ -204,7 +204,8 @@ def test_what_cannot_be_read_has_no_figure_but_a_reason(tmp_path: Path, monkeypa
     assert closed.joules is None and closed.meters.endswith("energy_uj is for root only")
     known = Cost("a", joules=5.0, rank_s=1.0, meters="RAPL: package")
     assert total_cost([known, closed]).joules is None, "half of the energy is no figure"
-    assert total_cost([known, closed]).describe(1).endswith("for root only")
+    assert total_cost([known, closed]).meters.endswith("for root only")
+    assert total_cost([known, closed]).describe(1).endswith("core hours"), "a line without energy"
 
 
 def test_a_line_that_is_no_cost_is_damaged() -> None:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -178,6 +179,21 @@ class Cluster:
     def _start(self, name: str, command: Sequence[str]) -> None:
         with (self.root / "log" / f"{name}.out").open("ab") as log:
             self.daemons[name] = subprocess.Popen(command, env=self.environ, stdout=log, stderr=log, cwd=self.root)
+
+
+def make_venv(venv: Path) -> Path:
+    """Make an environment that finds this one's packages, with its own programs."""
+    here = Path(sys.executable)
+    subprocess.run([here, "-m", "venv", "--without-pip", venv], check=True)
+    (packages,) = venv.glob("lib/python3*/site-packages")
+    (base,) = (path for path in map(Path, sys.path) if (path / "mpi4py").is_dir())
+    (packages / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
+    for name in ("kvr", "kvr-run"):
+        script = venv / "bin" / name
+        lines = (here.parent / name).read_text().splitlines(keepends=True)
+        script.write_text("".join([f"#!{venv}/bin/python\n", *lines[1:]]))
+        script.chmod(0o755)
+    return venv
 
 
 def _user() -> str:

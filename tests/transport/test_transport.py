@@ -17,8 +17,9 @@ from kvr_mpi.errors import TransportError
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.transport import choose as choose_module
 from kvr_mpi.transport.base import FixedTag, Request
-from kvr_mpi.transport.choose import _View, choose, open_transport, warm_up_sums
+from kvr_mpi.transport.choose import _View, choose, open_transport, warm_up, warm_up_sums
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi import connect, launched_size
@@ -50,6 +51,13 @@ WITHOUT_CMA = {
 def test_messages_arrive_while_the_sender_computes_even_without_cma(mpirun: Any, tmp_path: Path) -> None:
     run = mpirun(2, [sys.executable, PROGRAMS / "quiet_sender.py", tmp_path / "came"], env=WITHOUT_CMA)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(("limit_s", "code"), [("2", 69), ("0", 0)])
+def test_a_stopped_rank_ends_the_job_and_a_late_one_does_not(mpirun: Any, limit_s: str, code: int) -> None:
+    run = mpirun(3, [sys.executable, PROGRAMS / "hanging_rank.py", limit_s], timeout_s=60)
+    assert run.returncode == code, run.stderr
+    assert ("rank 2: rank 1 has shown no sign of life" in run.stderr) == bool(code)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -150,6 +158,25 @@ def test_memory_and_tags_are_used_again_only_after_what_used_them_is_over(by_nex
     forwarder.close()
 
 
+def test_a_message_that_does_not_come_ends_the_wait_and_is_named() -> None:
+    """With the rank, the layer and the tag; without a deadline, this rank would wait for ever."""
+
+    class Silent(LocalTransport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rank, self.size, self.local_rank, self.local_size = 1, 3, 1, 3
+
+    forwarder = Forwarder(Silent())
+    forwarder.limit_s = 0.3
+    forwarder.begin()
+    late = forwarder.receive(torch.zeros(2), 0, 83, layer=5)
+    for wait in (lambda: forwarder.wait(late), forwarder.settle):
+        with pytest.raises(TransportError, match=r"rank 1 of 3 .* layer 5 \(tag 83, 8 bytes\) from rank 0") as caught:
+            wait()
+        assert caught.value.exit_code == 69
+    forwarder.abandon()
+
+
 def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
     """A second thread asks for progress while the first one is about to start a transfer."""
     staging, started, inside = Staging(torch.device("cpu"), direct=True), list[int](), threading.Event()
@@ -173,6 +200,44 @@ def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
     staging.start_when(Mark(), start, torch.tensor(1))
     other.join()
     assert started == [1]
+
+
+@pytest.mark.parametrize(("size", "every_pair", "most"), [(64, False, 2), (63, False, 3), (12, True, 21)])
+def test_links_are_connected_in_few_rounds(
+    size: int, every_pair: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank connects to one other at a time, while both wait for each other: 0.3 to 1 s each over NCCL."""
+    monkeypatch.setattr(choose_module, "WARM_UP_BYTES", 64)
+    monkeypatch.setattr(choose_module, "warm_up_sums", lambda *given: None)
+
+    class Connecting(LocalTransport):
+        def __init__(self, hub: Any, rank: int) -> None:
+            super().__init__(hub, rank)
+            self.met: list[tuple[int, int]] = []
+
+        def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
+            self.met.append((self.rank, dest))
+            return super().isend(tensor, dest, tag, received)
+
+        def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
+            self.met.append((source, self.rank))
+            return super().irecv(tensor, source, tag)
+
+    def work(rank: LocalTransport) -> list[tuple[int, int]]:
+        mine = Connecting(rank._hub, rank.rank)
+        warm_up(mine, torch.device("cpu"), every_pair=every_pair)
+        return mine.met
+
+    waiting, ended = run_local(size, work), [0] * size
+    assert len({pair for met in waiting for pair in met}) == (size * (size - 1) if every_pair else 2 * size)
+    while any(waiting):  # in each round, all pairs connect of which both ranks have come to it
+        first = [met[0] if met else None for met in waiting]
+        ready = [pair for rank, pair in enumerate(first) if pair and rank == pair[0] and first[pair[1]] == pair]
+        assert ready, "no rank can go on"
+        for one, other in ready:
+            ended[one] = ended[other] = max(ended[one], ended[other]) + 1
+            del waiting[one][0], waiting[other][0]
+    assert max(ended) <= 2 * most, "each pair connects in both directions"
 
 
 # Which transport is chosen, and why

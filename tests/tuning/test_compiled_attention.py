@@ -116,25 +116,29 @@ def test_a_compiler_that_is_not_there_is_found_when_it_is(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("which", "right", "wrong"),
     [
-        (0, "std::min(r + 1, rows)", "std::min(r + 2, rows)"),
-        (1, "total += weight *", "total += 1.001f *"),
-        (2, "Wide) << 16", "Wide) << 15"),
-        (2, "both >> 4", "both >> 3"),
-        (2, "int(number[i]);", "int(number[i]) & ~1;"),
-        (2, "0x1.8p13f", "0x1.8p15f"),
-        (2, "lost |= bits[i] & 0xffff", "lost |= bits[i] & 0xfffe"),
-        (4, "both & 0xffff0000", "both & 0xfffe0000"),
-        (4, "begin + r) * features", "begin) * features"),
+        ("tiled_attention", "std::min(r + 1, rows)", "std::min(r + 2, rows)"),
+        ("decode_attention", "total += weight *", "total += 1.001f *"),
+        ("narrow_product", "Wide) << 16", "Wide) << 15"),
+        ("narrow_product", "both >> 4", "both >> 3"),
+        ("narrow_product", "int(number[i]);", "int(number[i]) & ~1;"),
+        ("narrow_product", "0x1.8p13f", "0x1.8p15f"),
+        ("narrow_product", "lost |= bits[i] & 0xffff", "lost |= bits[i] & 0xfffe"),
+        ("half_product", "rows += COUNT * 2 * LANES", "rows += COUNT * LANES"),
+        ("half_product", "begin + r) * features", "begin) * features"),
+        ("amx_attention", "own >= *", "own > *"),
     ],
 )
 def test_a_kernel_that_computes_something_else_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int, right: str, wrong: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, right: str, wrong: str
 ) -> None:
+    if which == "amx_attention":
+        monkeypatch.setenv("CXX", f"{find_compiler()} -DKVR_TILE_LOOPS")  # as if this processor had AMX
     sources = [Path(shutil.copy(each, tmp_path)) for each in compiled_attention.SOURCES]
+    (changed,) = (each for each in sources if each.stem == which)
     for each in compiled_attention.HEADERS:
         shutil.copy(each, tmp_path)
-    sources[which].write_text(sources[which].read_text().replace(right, wrong))
-    assert wrong in sources[which].read_text()
+    assert right in changed.read_text()
+    changed.write_text(changed.read_text().replace(right, wrong))
     monkeypatch.setattr(compiled_attention, "SOURCES", sources)
     found, said = try_to_open(tmp_path / "cache")
     assert found is None and "wrong results" in said[0]

@@ -188,8 +188,8 @@ def with_row(way: str, row: list[Any]) -> Any:
     "harm",
     [
         lambda kept: kept | {"gains": {}},
-        lambda kept: kept | {"gains": kept["gains"] | {"other": {"prepacked": [2.0] * 4}}},
-        *(with_row("prepacked", row) for row in ([2.0] * 3, [-1.0] * 4, [1e300] * 4, ["2"] * 4)),
+        lambda kept: kept | {"gains": kept["gains"] | {"other": {PREPACKED: [2.0] * 4}}},
+        *(with_row(PREPACKED, row) for row in ([2.0] * 3, [-1.0] * 4, [1e300] * 4, ["2"] * 4)),
         with_row("elsewhere", [2.0] * 4),
         lambda kept: kept | {"rows": [1, 2, 3, 4]},
         lambda kept: kept | {"holds_for": "another processor"},
@@ -225,7 +225,9 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
     with monkeypatch.context() as patched:
         patched.setattr(Product, "__call__", wrong)
         said = choose(loaded, tmp_path)
-    assert len(said) == len(find_products(loaded.model)) + 1 and "prepacked is not used: its results differ" in said[1]
+    assert (
+        len(said) == len(find_products(loaded.model)) + 1 and f"{PREPACKED} is not used: its results differ" in said[1]
+    )
     assert kernel_bytes(loaded.model) == 0 and not kernels_of(loaded.model)
     check_chain(loaded)
     assert choose(loaded, tmp_path) == said[1:] and not kernels_of(loaded.model)
@@ -290,13 +292,28 @@ def test_a_model_in_16_bits_widens_its_weights_where_that_is_fastest(
     assert not any("not used" in line for line in said), "measured for real, it gives the right results"
 
 
-@pytest.mark.parametrize(("ratio", "is_told"), [(4.0, True), (1.2, False)])
-def test_a_job_is_told_of_a_dtype_that_is_slow_here(
-    monkeypatch: pytest.MonkeyPatch, ratio: float, is_told: bool
+FULL, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times_s", "told"),
+    [
+        (BRAIN, {BRAIN: 4.0, FULL: 1.0}, ("4.0 times", "'float32'")),
+        (BRAIN, {BRAIN: 1.2, FULL: 1.0}, ()),
+        (BRAIN, {BRAIN: 1.0, FULL: 2.5}, ()),
+        (HALF, {HALF: 9.0, FULL: 3.0, BRAIN: 1.0}, ("9.0 times", "'bfloat16'")),  # as with AMX
+        (HALF, {HALF: 9.0, FULL: 3.0, BRAIN: 8.0}, ("3.0 times", "'float32'")),
+    ],
+)
+def test_a_job_is_told_of_a_dtype_that_is_slow_here_and_of_a_faster_one(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, times_s: dict[torch.dtype, float], told: tuple[str, ...]
 ) -> None:
-    found, times = as_bfloat16("llama-gqa"), {torch.bfloat16: ratio, torch.float32: 1.0}
-    monkeypatch.setattr(kernels, "_seconds", lambda calls, rows, repeats: times[rows.dtype])
-    told = kernels.describe_slow_dtype(found)
-    assert (told is not None) == is_told
-    assert told is None or ("4.0 times" in told and "model.dtype = 'float32'" in told)
+    found = tiny.__wrapped__("llama-gqa")
+    found = replace(found, model=found.model.to(dtype), dtype=dtype)
+    monkeypatch.setattr(
+        kernels, "_seconds", lambda calls, rows, repeats: [call(rows) for call in calls] and times_s[rows.dtype]
+    )
+    line = kernels.describe_slow_dtype(found)
+    assert (line is not None) == bool(told)
+    assert line is None or all(word in line for word in told)
     assert kernels.describe_slow_dtype(tiny("llama-gqa")) is None
