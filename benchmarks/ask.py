@@ -35,13 +35,12 @@ from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.decode.group import held_bytes as tensor_bytes
 from kvr_mpi.documents import read_corpus
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.chain import layer_kv
 from kvr_mpi.kv.loading import LoadedLayers
-from kvr_mpi.kv.prefix import ReadRows, SharedPrefix
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
@@ -161,15 +160,28 @@ class Bench:
         self.world.barrier()
         return next(folder.glob("*.h5"))
 
-    def rows_of(self, file: Path) -> ReadRows:
-        """Read rows of a layer, held against their checksums."""
-        kv = stored_in(file)
+    def open(self, file: Path, bounds: tuple[int, int], longest: int | None = None) -> SequenceKV:
+        """Open some tokens of the document; rows are held against their checksums."""
+        kv, tokens = stored_in(file), len(self.ids)
 
-        def read(number: int, first: int, last: int) -> torch.Tensor:
-            keys, values = kv.read(number, first, last)
+        def read(number: int) -> torch.Tensor:
+            keys, values = kv.read(number, document.first_kept(number), bounds[1])
             return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
-        return read
+        document = SequenceKV(
+            self.loaded,
+            own_pool(self.loaded),
+            longest or tokens,
+            length=tokens,
+            start=bounds[0],
+            stop=bounds[1],
+            is_last=bounds[1] == tokens,
+            longest=longest,
+            read=LoadedLayers(len(self.loaded.shape.layers), read).__getitem__,
+            ids=self.ids,
+            source=str(file),
+        )
+        return document
 
     def ask(self, file: Path, *, cold: bool = False) -> float:
         """Seconds to the first token of the question, by rank 0, which loads the document."""
@@ -179,26 +191,18 @@ class Bench:
             if cold:
                 drop_pages(file)
             began = time.perf_counter()
-            read, tokens = self.rows_of(file), len(self.ids)
-            layers = LoadedLayers(len(self.loaded.shape.layers), lambda number: read(number, 0, tokens))
-            prompt = [*self.ids, *self.question]
-            prefill_packed(
-                self.loaded, [prompt], prefix=SharedPrefix(tuple(self.ids), layers), reserve_tokens=NEW_TOKENS
-            )
+            document, prompt = self.open(file, (0, len(self.ids))), [*self.ids, *self.question]
+            prefill_packed(self.loaded, [prompt], prefix=document, reserve_tokens=NEW_TOKENS)
             seconds = time.perf_counter() - began
         return self.slowest(seconds)
 
-    def ask_together(self, file: Path, questions: int) -> tuple[float, Share, list[Prefill]]:
+    def ask_together(self, file: Path, questions: int) -> tuple[float, SequenceKV, list[Prefill]]:
         """Seconds to the first tokens of some questions in a row, by all ranks, of which each loads its share."""
         size, rank, tokens = self.world.size, self.world.rank, len(self.ids)
-        (start, stop), longest = (
-            share_out_stored(tokens, tokens, size).slices()[rank],
-            tokens + len(self.question) + NEW_TOKENS,
-        )
+        bounds = share_out_stored(tokens, tokens, size).slices()[rank]
         self.world.barrier()
         began = time.perf_counter()
-        prefix = SharedPrefix(tuple(self.ids), (), read=self.rows_of(file))
-        document = Share(self.loaded, start, stop, tokens, longest, prefix=prefix)
+        document = self.open(file, bounds, tokens + len(self.question) + NEW_TOKENS)
         prompts, reserve = [[*self.ids, *self.question]] * questions, [NEW_TOKENS] * questions
         prefills = prefill_stored(
             self.loaded, prompts, document, self.world, reserve_tokens=reserve, last=self.world.size - 1

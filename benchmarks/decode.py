@@ -29,52 +29,45 @@ from benchmarks.options import make_parser
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.kv.arena import Arena, pages_for
-from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.one_prompt import Prefill, own_pool
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.kernels import choose_kernels
 
 
-def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, arena: Arena | None) -> Prefill:
-    """Make a prompt's cache with noise in it, as if the prompt had been run."""
-    partition = Partition((0, tokens))
-    cache = SliceCache(loaded, relay(partition, 0), None, reserve_tokens=reserve_tokens, arena=arena)
-    cache.finish()
-    for layer in cache.layers:
-        layer.length = 0  # decoding goes on where the prompt ended: here the prompt itself is written
-        heads, shape = layer.shape.num_kv_heads, layer.shape
-        if layer.store is None:
-            layer.post()
-        layer.update(torch.randn(1, heads, tokens, shape.key_dim), torch.randn(1, heads, tokens, shape.value_dim))
-        cache.current = None
-        if arena is not None:
-            cache.admit(layer, None, reserve_tokens)
-    return Prefill(partition, cache, torch.randn(loaded.shape.vocab_size), 0.0)
+def make_prefill(loaded: LoadedModel, tokens: int, reserve_tokens: int, pool: Pool) -> Prefill:
+    """Make a prompt's keys and values of noise, as if the prompt had been run."""
+    sequence = SequenceKV(loaded, pool, tokens + reserve_tokens, length=tokens)
+    for layer_idx, shape in enumerate(loaded.shape.layers):
+        sizes = [(1, shape.num_kv_heads, tokens, dim) for dim in (shape.key_dim, shape.value_dim)]
+        keys, values = map(torch.randn, sizes)
+        sequence.admit(layer_idx, 0, keys, values)
+    return Prefill(Partition((0, tokens)), sequence, torch.randn(loaded.shape.vocab_size), 0.0)
 
 
-def make_pool(
-    loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int, arena: Arena | None = None
+def make_batch(
+    loaded: LoadedModel, documents: int, tokens: int, reserve_tokens: int, pool: Pool | None = None
 ) -> DecodeBatch:
     """Documents about to be answered, with an answer that does not end."""
     config = GenerationConfig(do_sample=False, eos_token_id=None)
-    pool = DecodeBatch(loaded, config, stop=(), max_new_tokens=reserve_tokens)
+    batch = DecodeBatch(loaded, config, stop=(), max_new_tokens=reserve_tokens)
     for document in range(documents):
-        pool.add(str(document), make_prefill(loaded, tokens, reserve_tokens, arena), [5] * tokens, document)
-    return pool
+        prefill = make_prefill(loaded, tokens, reserve_tokens, pool or own_pool(loaded))
+        batch.add(str(document), prefill, [5] * tokens, document)
+    return batch
 
 
-def step_s(pool: DecodeBatch, steps: int) -> float:
+def step_s(batch: DecodeBatch, steps: int) -> float:
     """Seconds a step takes."""
     began = time.perf_counter()
     for _ in range(steps):
-        pool.step()
+        batch.step()
     return (time.perf_counter() - began) / steps
 
 
@@ -97,14 +90,13 @@ def main(arguments: Sequence[str]) -> None:
     choose_kernels(loaded, world, room, cache_dir, lambda line: print(line, file=sys.stderr))
     prepare_model(loaded.model, chain=True)
     reserve = given.steps * (given.rounds + 1) + 2
-    others, arena = 1 if given.against == "alone" else given.documents, None
+    others, pool = 1 if given.against == "alone" else given.documents, None
     if given.against == "pages":
-        pages = given.documents * pages_for(given.tokens + reserve)
-        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
-        arena.spare_bytes = pages * arena.page_bytes
+        room = given.documents * PAGE_ROWS * pages_for(given.tokens + reserve)
+        pool = Pool(loaded.shape.layers, loaded.dtype, loaded.device, room)
     with torch.inference_mode():
-        together = make_pool(loaded, given.documents, given.tokens, reserve)
-        other = make_pool(loaded, others, given.tokens, reserve, arena)
+        together = make_batch(loaded, given.documents, given.tokens, reserve)
+        other = make_batch(loaded, others, given.tokens, reserve, pool)
     way = without_kernels if given.against == "torch" else nullcontext[Any]
 
     def in_turns() -> tuple[float, float]:

@@ -11,11 +11,10 @@ import torch
 from benchmarks.kept import Retained, choose_kept, keep_only
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.layer import Retain
+from kvr_mpi.kv.chain import Retain
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, wait_for_compute
-from kvr_mpi.prefill.routes import relay
+from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr, wait_for_compute
 from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
@@ -97,11 +96,8 @@ class PrefilledDocuments:
             found.append(copy)
         return found
 
-    def _copy(self, cache: SliceCache) -> SliceCache:
-        made = SliceCache(self._loaded, relay(Partition((0, cache.length)), 0), None)
-        made.finish()
-        for mine, theirs in zip(made.layers, cache.layers, strict=True):
-            mine.post()
-            mine.store.write(0, *theirs.store.rows(0, cache.length))
-            mine.length = cache.length
+    def _copy(self, cache: SequenceKV) -> SequenceKV:
+        made = SequenceKV(self._loaded, own_pool(self._loaded), cache.length + self.new_tokens, length=cache.length)
+        for layer_idx in range(len(cache.layers)):
+            made.admit(layer_idx, 0, *cache.rows(layer_idx, 0, cache.length))
         return made

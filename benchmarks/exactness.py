@@ -18,7 +18,7 @@ import torch
 from benchmarks.published import PUBLISHED
 from benchmarks.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.partition import Partition
@@ -266,7 +266,7 @@ def _packed(loaded: LoadedModel, model: Any, vocab: int, *, head: list[int], tok
     prefix = compute_prefix(loaded, head) if head else None
     rows = prefill_packed(loaded, prompts, reserve_tokens=tokens, prefix=prefix)
     answers = [Continuation(row.logits, copy_layers(row.cache), [], []) for row in rows if row.logits is not None]
-    cache = DecodeCache([row.cache for row in rows])
+    cache = Row([row.cache for row in rows])
     for step in range(tokens):
         logits = decode_packed(loaded, cache, [truth.tokens[step] for truth in truths])
         for answer, row in zip(answers, logits, strict=True):

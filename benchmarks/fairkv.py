@@ -246,7 +246,7 @@ class _Contest:
             measured=efficiency(attention),
             predicted=predicted,
             same_answers=sum(self._of_all(sum(map(eq, batch.written, beside.batch.written)))),
-            kv_bytes=tuple(self._of_all(sum(cache.held_bytes for cache in caches))),
+            kv_bytes=tuple(self._of_all(sum(cache.nbytes for cache in caches))),
             heads=tuple(heads),
             **ratios,
         )

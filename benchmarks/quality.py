@@ -14,11 +14,12 @@ import torch
 
 from kvr_mpi.compress.compression import Compression, size_of
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.row import Row
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, compute_prefix, prefill_kvr
+from kvr_mpi.prefill.packed import decode_packed, run_row
 from kvr_mpi.transport.local import LocalTransport
 
 
@@ -56,7 +57,7 @@ class QualityBench:
         self, loaded: LoadedModel, prompt: PromptText, following: Sequence[int], *, window: int, answers: int = 0
     ) -> None:
         self._loaded, self._prompt, self._following, self._answers = loaded, prompt, following, answers
-        self._prefix: SharedPrefix = compute_prefix(loaded, prompt.ids[: prompt.text[1] - window])
+        self._prefix: SequenceKV = compute_prefix(loaded, prompt.ids[: prompt.text[1] - window])
 
     def measure(self, compression: Compression | None) -> Continued:
         """Measure with a method, or (None) with the full cache."""
@@ -65,14 +66,13 @@ class QualityBench:
         ids = torch.tensor([self._following], device=device)
         with torch.inference_mode():
             rows = torch.arange(len(self._following) - 1, device=device)
-            logits = run_model(self._loaded.model, ids, prefill.cache, keep=rows)
+            logits = run_row(self._loaded, Row([prefill.cache], [len(self._following)]), self._following, rows)
             nll = float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
-            prefill.cache.step_back(self._prompt.tokens)
             last, tokens = prefill.logits, list[int]()
             for _ in range(self._answers):
                 assert last is not None
                 tokens.append(int(last.argmax()))
-                last = run_model(self._loaded.model, torch.tensor([[tokens[-1]]], device=device), prefill.cache)[0]
+                last = decode_packed(self._loaded, Row([prefill.cache]), tokens[-1:])[0]
         return Continued(nll, tuple(tokens), kept)
 
     def _prefill(self, compression: Compression | None) -> tuple[Prefill, float]:
@@ -82,6 +82,6 @@ class QualityBench:
         if compression is not None:
             options["retain"] = compression.retain(prompt.tokens, prompt.text)
         found = prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
-        if compression is None or not found.cache.is_ragged:
+        if compression is None or not found.cache.ragged:
             return found, float(prompt.tokens)
         return found, size_of(self._loaded, found.cache, str(compression.settings)).tokens

@@ -42,6 +42,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "`XDG_CACHE_HOME` or `~/.cache`",
         "KVR_LOCAL": "local folder on each node, in which ranks keep what they compile and convert, in a folder that "
         "only you can write to; default in a batch job: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
+        "KVR_CHECK": "1: check at the end of a job that every prompt's keys and values were freed (for developers)",
         "KVR_PEER_TIMEOUT": "seconds without a sign of life from a rank, after which the job ends with code 69; "
         "default: 600",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",

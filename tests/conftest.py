@@ -19,6 +19,9 @@ from constants import MPI_ENVIRONMENT, SMOLLM, Kvr
 from hypothesis import HealthCheck, settings
 from warm import server
 
+# Every job checks at its end that all keys and values were freed.
+os.environ.setdefault("KVR_CHECK", "1")
+
 # Modules that assert on behalf of tests, so that a failure shows what was compared there, too.
 pytest.register_assert_rewrite("jobs_together", "made_jobs", "made_corpora", "made_facts", "promises")
 

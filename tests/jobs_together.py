@@ -180,7 +180,6 @@ class Bench:
         path.write_text(toml_of(job))
         with self.monkeypatch.context() as patch:
             if "pages" in names:
-                patch.setattr(prepare, "EXTENT_SHARE", 0)
                 patch.setattr(prepare, "try_rows", try_pages)
             arguments: list[Any] = [path]
             if "resumed" in names:

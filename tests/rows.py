@@ -22,8 +22,9 @@ from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.decode.step_graph import StepRecorder
-from kvr_mpi.kv import decode_cache, packed_row
-from kvr_mpi.kv.arena import Arena
+from kvr_mpi.kv import row
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
@@ -65,7 +66,7 @@ def alone(loaded: LoadedModel, ids: Sequence[int], reserve: int = 0) -> Prefill:
 def spread(loaded: LoadedModel, ids: Sequence[int], chain: Transport, home: int, reserve: int = 7) -> Prefill:
     """A prompt whose keys and values stay where they were computed."""
     partition = Partition.by_ratio(len(ids), [len(ids) % 3 + 1, 1, 5][: chain.size])
-    return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=reserve, is_spread=True, last=home)
+    return prefill_kvr(loaded, ids, partition, chain, reserve_tokens=reserve, is_sharded=True, last=home)
 
 
 def other_prompt(tokens: int) -> list[int]:
@@ -159,8 +160,7 @@ def pages_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     def takes(query: torch.Tensor, values: torch.Tensor, params: AttentionParams) -> bool:
         return params.is_plain and query.shape[-1] == values.shape[-1]
 
-    for module in (packed_row, decode_cache):
-        monkeypatch.setattr(module, "takes_flash", takes)
+    monkeypatch.setattr(row, "takes_flash", takes)
     with Watched() as watched:
         yield watched
 
@@ -218,24 +218,28 @@ def steps_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-def arena_of(loaded: LoadedModel, pages: int) -> Arena:
-    """With extents of so many pages for each head of each layer."""
-    arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
-    arena.spare_bytes = pages * arena.page_bytes
-    return arena
+def pages_of(loaded: LoadedModel, pages: int) -> Pool:
+    """Make a paged pool with so many pages for each head of each layer."""
+    return Pool(loaded.shape.layers, loaded.dtype, loaded.device, pages * PAGE_ROWS)
 
 
-def answer(loaded: LoadedModel, arena: Arena | None, end: int | None = None) -> dict[str, tuple[int, ...]]:
+def check_integrity(pool: Pool, *held: SequenceKV | None) -> None:
+    """Check that a pool holds what these sequences hold, and nothing else."""
+    pool.check_integrity(block for sequence in held if sequence is not None for block in sequence.blocks)
+
+
+def answer(loaded: LoadedModel, pool: Pool, end: int | None = None) -> dict[str, tuple[int, ...]]:
     """Decode documents that join at any step, and leave when they are answered."""
     batch = batch_of(loaded, NEW_TOKENS, eos_token_id=end)
     chance, found, waiting = random.Random(1), dict[str, tuple[int, ...]](), list(LENGTHS)
     while waiting or batch.running:
         for _ in range(min(len(waiting), chance.randint(0, 2))):
             ids = other_prompt(waiting.pop(0))
-            (prefill,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, arena=arena)
-            assert all((layer.store.extent is not None) == (arena is not None) for layer in prefill.cache.layers)
+            (prefill,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, pool=pool)
             batch.add(str(len(ids)), prefill, ids, 0)
         for each in batch.step():
             assert each.answer is not None
             found[each.key] = each.answer.token_ids
+            each.prefill.release()
+        check_integrity(pool, *(one.cache for one in batch.prefills))
     return found

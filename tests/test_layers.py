@@ -25,8 +25,8 @@ ROOMS = list(dict.fromkeys(word for word in WORDS if (PACKAGE / word).exists() o
 CONTACTS = {
     "mpi4py": {"transport/mpi.py", "transport/mpi_query.py", "transport/counters.py"},
     "h5py": {"store"},
-    # The caches are one rank's of one prompt; a row of several prompts has to look like a cache to the model, too.
-    "transformers.cache_utils": {"kv/cache.py", "kv/layer.py", "kv/states.py", "kv/row.py"},
+    # What looks like a cache to the model.
+    "transformers.cache_utils": {"kv/layer.py", "kv/states.py"},
     "click": {"cli"},
     "benchmarks": set(),
 }

@@ -30,6 +30,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
         owner=read_owner(environ),
+        checks_memory=environ.get("KVR_CHECK", "").upper() in TRUE_VALUES,
         deadline_s=end_time(environ)[0],
     )
 

@@ -23,8 +23,9 @@ from kvr_mpi.compress.registry import share_budget
 from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, counted
-from kvr_mpi.kv.layer import Retain, SliceLayer
+from kvr_mpi.kv.chain import Retain, SliceLayer
 from kvr_mpi.kv.route import Range
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 
 
@@ -131,8 +132,7 @@ class Compression:
         """Score the tokens before the window (this rank's heads, tokens)."""
         start, stop = window
         first, last = self._own
-        assert layer.store is not None, "it is complete"
-        keys, _ = layer.store.rows(0, stop)
+        keys, _ = layer.rows(0, stop)
         if not self.settings.rule.observes:
             return recency_scores(start, last - first, keys.device)
         observed = layer.observed
@@ -141,17 +141,17 @@ class Compression:
         return window_scores(observed, keys, layer.params, start=start)
 
 
-def size_of(loaded: LoadedModel, cache: Any, method: str) -> RetainedSize:
-    """Return how much a compressed cache keeps of its prompt, over all ranks of the tensor-parallel group."""
-    compressed = [layer.head_counts for layer in cache.layers if layer.is_ragged]
+def size_of(loaded: LoadedModel, sequence: SequenceKV, method: str) -> RetainedSize:
+    """Return how much a compressed sequence keeps of its prompt, over all ranks of the tensor-parallel group."""
+    compressed = [sequence.counts(layer_idx) for layer_idx in sequence.ragged]
     kv_bytes = sum(
-        sum(layer.head_counts) * (layer.shape.key_dim + layer.shape.value_dim) * cache.dtype.itemsize
-        for layer in cache.layers
-        if layer.shape.elements
+        sum(sequence.counts(layer_idx)) * (shape.key_dim + shape.value_dim) * loaded.dtype.itemsize
+        for layer_idx, shape in enumerate(sequence.shapes)
+        if shape.elements
     )
     totals = [sum(map(sum, compressed)), sum(map(len, compressed)), kv_bytes]
     if loaded.tp_group is not None and loaded.part is not None:
-        totals = loaded.tp_group.total([each * loaded.part.stores for each in totals], cache.device)
+        totals = loaded.tp_group.total([each * loaded.part.stores for each in totals], loaded.device)
     tokens, heads, kv_bytes = totals
     return RetainedSize(method, tokens / max(1, heads), kv_bytes)
 

@@ -24,6 +24,7 @@ from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.errors import DocumentError, Say, counted
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.failure import Failure, attempt
@@ -82,7 +83,7 @@ class DecodeBatch:
         self._waiting: list[BatchEntry] = []  # for `begin`, with their first token
         self._running: list[BatchEntry] = []
         self._aside: list[BatchEntry] = []  # no memory for their next token until another prompt leaves
-        self._finished: list[BatchEntry | None] = []  # None: on another rank
+        self._finished: list[BatchEntry] = []
         self._anew_at = begins_anew_at(loaded.model)
         self._say, self._why_short = say, ""
         self._calm_steps, self._patience = 0, CALM_STEPS
@@ -96,8 +97,7 @@ class DecodeBatch:
     @property
     def prefills(self) -> list[Prefill]:
         """Caches that this rank holds for prompts in the batch."""
-        finished = [one.prefill for one in self._finished if one is not None]
-        return [document.prefill for document in self._running + self._aside] + finished
+        return [document.prefill for document in self._running + self._aside + self._finished]
 
     @property
     def written(self) -> list[list[int]]:
@@ -161,9 +161,12 @@ class DecodeBatch:
         return self.take_finished()
 
     def take_finished(self) -> list[BatchEntry]:
-        """Return the prompts that are finished already."""
+        """Return the prompts of this rank that are finished already; the caller releases their prefills."""
         finished, self._finished = self._finished, []
-        return [one for one in finished if one is not None]
+        for one in finished:
+            if one.writing is None:
+                one.prefill.release()
+        return [one for one in finished if one.writing is not None]
 
     def _begin(self, key: Any, prefill: Prefill, ids: Sequence[int], seed: int, own: OwnGeneration) -> BatchEntry:
         """Score continuations if asked for, and choose a prompt's first token, on its home rank."""
@@ -235,7 +238,7 @@ class DecodeBatch:
                 f"{count} answers: {self._loaded.shape.architecture} keeps states, with only one copy per prompt; "
                 f"request one answer"
             )
-        is_compressed = prefill.cache is not None and not prefill.is_plain and prefill.cache.is_ragged
+        is_compressed = isinstance(prefill.cache, SequenceKV) and bool(prefill.cache.ragged)
         if (count == 1 and not is_compressed) or self._anew_at is None or not tokens < self._anew_at <= tokens + most:
             return None
         return (
@@ -321,7 +324,8 @@ class DecodeBatch:
         if writing.finish_reason is None:
             return writing.token_ids[-1], tokens
         if writing.error is not None:
-            prefill.cache = prefill.share = None
+            prefill.release()
+            prefill.cache = None
         self._finished.append(document)
         return ENDED if prefill.error is None else FAILED, 0
 
@@ -332,10 +336,10 @@ class DecodeBatch:
                 self._running.remove(document)
                 self.group.forget_rows()
                 if document.writing is None:
-                    self._finished.append(None)
+                    self._finished.append(document)
                 self._running += self._aside  # there may be memory for them now
                 self._aside.clear()
                 continue
             document.last_token = token
             if tokens:
-                (document.prefill.share or document.prefill.cache).step_back(tokens)
+                document.prefill.cache.truncate(tokens)

@@ -16,21 +16,21 @@ import torch
 
 from kvr_mpi.decode.sampling import Answer, DecodeSequence
 from kvr_mpi.decode.step_graph import StepRecorder
-from kvr_mpi.kv.decode_cache import DecodeCache, Merge
-from kvr_mpi.kv.head_store import bytes_of_stores
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.row import Merge, Row
+from kvr_mpi.kv.sequence import SequenceKV, bytes_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.finite import NOT_FINITE, likeliest
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, prefill_whole
+from kvr_mpi.prefill.packed import run_row
 from kvr_mpi.transport import Transport
 
 
 @dataclass(slots=True, eq=False)
 class BatchEntry:
-    """A prompt of a batch, as one rank sees it.
+    """A prompt of a batch, as one rank sees it; whoever has it releases its prefill.
 
     prefill : with the keys and values that this rank holds; without a cache after an error.
     last_token : the token to run next.
@@ -75,7 +75,7 @@ class Group:
     def __init__(self, loaded: LoadedModel, ranks: Transport | None = None, *, why_alone: str | None = None) -> None:
         self.loaded, self.ranks, self.recorder = loaded, ranks, StepRecorder(loaded)
         self._why_alone, self._anew_at = why_alone, begins_anew_at(loaded.model)
-        self._packs: dict[tuple[BatchEntry, ...], DecodeCache] = {}
+        self._rows: dict[tuple[BatchEntry, ...], Row] = {}
 
     def is_home(self, prefill: Prefill) -> bool:
         """Whether this rank chooses a prompt's tokens and delivers its answer."""
@@ -99,17 +99,14 @@ class Group:
         Raises `MemoryError` or `RuntimeError` on all ranks, if memory ran out on any of them; the prompts are
         unchanged.
         """
-        caches = [each.prefill.cache for each in documents if not each.prefill.is_plain]
-        lengths = [cache.length for cache in caches]
-        if self.loaded.shape.has_states:
-            for cache in caches:
-                cache.note_states()
+        sequences = [each.prefill.cache for each in documents if not each.prefill.is_plain]
+        before = [(sequence.length, sequence.copy_states()) for sequence in sequences]
         try:
             with guarded(self.loaded.tp_group):
                 return self._run_alone(documents)
         except BaseException:
-            for cache, length in zip(caches, lengths, strict=True):
-                cache.step_back(length)
+            for sequence, (length, states) in zip(sequences, before, strict=True):
+                sequence.length, sequence.states = length, states
             raise
 
     def choose(self, documents: Sequence[BatchEntry], logits: torch.Tensor) -> list[int]:
@@ -139,25 +136,24 @@ class Group:
             behind = copy.deepcopy(prefill.cache)
             tokens = torch.tensor(ids, device=self.loaded.device).view(-1, 1, 1)
             return torch.cat([run_model(self.loaded.model, token, behind) for token in tokens])
-        cache = prefill.cache
-        length = cache.length
-        cache.note_states()
+        sequence: SequenceKV = prefill.cache
+        states = sequence.copy_states()
         try:
-            row = torch.tensor([list(ids)], device=self.loaded.device)
-            return run_model(self.loaded.model, row, cache, keep=torch.arange(len(ids), device=self.loaded.device))
+            keep = torch.arange(len(ids), device=self.loaded.device)
+            return run_row(self.loaded, Row([sequence], [len(ids)]), ids, keep)
         finally:
-            cache.step_back(length)
+            sequence.states = states
 
     def forget_rows(self) -> None:
-        """Drop the combined caches of rows of prompts, since the rows change."""
-        self._packs.clear()
+        """Drop the rows of prompts, since they change."""
+        self._rows.clear()
 
-    def _cache_of(self, documents: Sequence[BatchEntry], merge: Merge | None = None) -> DecodeCache:
-        """Return the combined cache of a row of prompts, which is kept until rows change."""
+    def _row_of(self, documents: Sequence[BatchEntry], merge: Merge | None = None) -> Row:
+        """Return the row of some prompts, which is kept until rows change."""
         members = tuple(documents)
-        if members not in self._packs:
-            self._packs[members] = DecodeCache([each.prefill.cache for each in documents], merge)
-        return self._packs[members]
+        if members not in self._rows:
+            self._rows[members] = Row([each.prefill.cache for each in documents], merge=merge)
+        return self._rows[members]
 
     def _run_alone(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Return logits (prompts, vocab_size) after the last token of each prompt, computed by this rank."""
@@ -170,10 +166,15 @@ class Group:
                 [self._run_anew(each, writing) if now else self._run_alone([each])[0] for each, writing, now in rows]
             )
         last = [each.last_token for each in documents]
-        if self._why_alone is not None or documents[0].prefill.is_plain:
+        if documents[0].prefill.is_plain:
             token = torch.tensor([last], device=self.loaded.device)
             return run_model(self.loaded.model, token, documents[0].prefill.cache)
-        return self.recorder.run(self._cache_of(documents), last)
+        if self._why_alone is None:
+            return self.recorder.run(self._row_of(documents), last)
+        row = Row([documents[0].prefill.cache])
+        logits = run_row(self.loaded, row, last)
+        row.advance()
+        return logits
 
     def _run_anew(self, document: BatchEntry, writing: DecodeSequence) -> torch.Tensor:
         """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""
@@ -181,14 +182,15 @@ class Group:
         if document.prefill.is_plain:
             anew = prefill_single(loaded.model, ids, loaded.device)
         else:
-            anew = prefill_whole(loaded, ids, reserve_tokens=room)
+            anew = prefill_whole(loaded, ids, reserve_tokens=room, pool=document.prefill.cache.pool)
+            document.prefill.release()
         document.prefill.cache = anew.cache
-        self._packs.clear()
+        self.forget_rows()
         assert anew.logits is not None
         return anew.logits
 
 
-def held_bytes(prefills: Sequence[Prefill], document: Share | None = None) -> int:
-    """Bytes of prompts and of a stored document on this rank; shared memory counts once."""
-    held = [each.share or each.cache for each in prefills if not each.is_plain] + [document]
-    return bytes_of_stores(store for each in held if each is not None for store in each.stores)
+def held_bytes(prefills: Sequence[Prefill], document: SequenceKV | None = None) -> int:
+    """Bytes of prompts and of a document that others continue on this rank; shared memory counts once."""
+    held = [*(each.cache for each in prefills), document]
+    return bytes_of([each for each in held if isinstance(each, SequenceKV)])

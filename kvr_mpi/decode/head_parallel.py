@@ -23,19 +23,17 @@ import torch
 from kvr_mpi.compress.placement import LayerPlacement, Owners, assign_rows, place_layers
 from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
-from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.decode_cache import Merge
-from kvr_mpi.kv.head_store import HeadStore, Pair
-from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv.pool import Pool
+from kvr_mpi.kv.row import Merge
+from kvr_mpi.kv.sequence import Pair, SequenceKV
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.finite import NOT_FINITE
-from kvr_mpi.prefill.one_prompt import Prefill, make_decode_cache
+from kvr_mpi.prefill.one_prompt import Prefill, own_pool
 from kvr_mpi.prefill.packed import decode_packed, why_never_packed
 from kvr_mpi.topology import even_share
 from kvr_mpi.transport import Transport
@@ -74,7 +72,7 @@ class HeadGroup(Group):
     loaded : prepared for chains.
     ranks : the ranks that share the heads.
     place : places one layer's heads by the tokens that they keep, such as `placement.place_in_proportion`.
-    arena : page pool for the rows of this rank's heads.
+    pool : for the rows of this rank's heads.
     counts : number of keys of the prompts taken in last, (layers, prompts, kv_heads).
     owners : for each layer the rank of each (prompt, KV head).
 
@@ -89,7 +87,7 @@ class HeadGroup(Group):
         loaded: LoadedModel,
         ranks: Transport,
         place: PlaceHeads,
-        arena: Arena | None = None,
+        pool: Pool | None = None,
     ) -> None:
         if why := why_not_head_parallel(loaded):
             raise ModelError(
@@ -97,7 +95,7 @@ class HeadGroup(Group):
                 f"'data-parallel'"
             )
         super().__init__(loaded, ranks)
-        self._place, self._arena = place, arena
+        self._place, self._pool = place, pool or own_pool(loaded)
         self._is_greedy = False  # all prompts that were taken in are greedy
         self._part = loaded
         self._shared_heads: SharedHeads | None = None  # made with the first prompts
@@ -154,7 +152,7 @@ class HeadGroup(Group):
         for document in documents:
             cache, writing = document.prefill.cache, document.writing
             assert writing is not None, "it is this rank's own"
-            counts = [layer.head_counts for layer in cache.layers]
+            counts = [cache.counts(layer_idx) for layer_idx in range(len(cache.layers))]
             mine.append([cache.length, writing.room, document.last_token, writing.is_greedy, counts])
         turns = itertools.zip_longest(*share_json(self.ranks, gather_json(self.ranks, mine)))
         return [SharedDocument(home, *told) for turn in turns for home, told in enumerate(turn) if told is not None]
@@ -186,11 +184,11 @@ class HeadGroup(Group):
         return f"rank {', '.join(map(str, short))} of its chain ran out of memory" if short else None
 
     def _distribute(
-        self, at: int, document: SharedDocument, cache: SliceCache | None, heads: Sequence[list[int]] | None
-    ) -> tuple[SliceCache | None, str | None]:
-        """Send a document's rows from the cache of its home to their owners, in a message per layer and owner.
+        self, at: int, document: SharedDocument, whole: SequenceKV | None, heads: Sequence[list[int]] | None
+    ) -> tuple[SequenceKV | None, str | None]:
+        """Send a document's rows from its home to their owners, in a message per layer and owner; release it there.
 
-        Returns the cache of this rank's rows; or why there is none, the same on all ranks: all memory is allocated
+        Returns the sequence of this rank's rows; or why there is none, the same on all ranks: all memory is allocated
         before the first message.
         """
         owned = [self._parts_of(at, rank) for rank in range(self.ranks.size)]
@@ -198,13 +196,14 @@ class HeadGroup(Group):
         messages = [parts for other, parts in enumerate(owned) if other != home and rank in (home, other)]
         reserved = attempt(lambda: self._reserve(document, owned[rank], heads, messages))
         if (why := self._why_short(reserved)) is not None:
+            if not isinstance(reserved, Failure):
+                reserved[0].release()
             return None, why
         assert not isinstance(reserved, Failure), "no rank ran out of memory"
-        stores, buffer = reserved
-        for idx, store in enumerate(stores):
-            shape, mine = self.loaded.shape.layers[idx], owned[rank][idx]
-            places = [store.own_rows(line, document.tokens) for line in range(len(store.lines))]
-            if cache is None:
+        sequence, places_of, buffer = reserved
+        for idx, (shape, places) in enumerate(zip(self.loaded.shape.layers, places_of, strict=True)):
+            mine = owned[rank][idx]
+            if whole is None:
                 if mine:
                     message = buffer[: _elements(mine, shape)]
                     self.ranks.irecv(message, home, FixedTag.SHARED_HEADS).wait()
@@ -212,17 +211,18 @@ class HeadGroup(Group):
                         place[0].copy_(rows[0])
                         place[1].copy_(rows[1])
                 continue
-            layer = cache.layers[idx]
             for place, part in zip(places, mine, strict=True):
-                _copy_rows(layer, part, place)
+                _copy_rows(whole, idx, part, place)
             for other, parts in enumerate(each[idx] for each in owned):
                 if other == rank or not parts:
                     continue
                 message = buffer[: _elements(parts, shape)]
                 for place, part in zip(_rows_in(message, parts, shape), parts, strict=True):
-                    _copy_rows(layer, part, place)
+                    _copy_rows(whole, idx, part, place)
                 self.ranks.isend(message, other, FixedTag.SHARED_HEADS).wait()
-        return make_decode_cache(self.loaded, stores, document.tokens, document.slack), None
+        if whole is not None:
+            whole.release()
+        return sequence, None
 
     def _reserve(
         self,
@@ -230,25 +230,31 @@ class HeadGroup(Group):
         mine: list[list[Cut]],
         heads: Sequence[list[int]] | None,
         messages: Sequence[list[list[Cut]]],
-    ) -> tuple[list[HeadStore], torch.Tensor]:
+    ) -> tuple[SequenceKV, list[list[Pair]], torch.Tensor]:
         """Allocate this rank's rows of a document, and a buffer for the longest message.
 
         mine, messages : what this rank owns, and what it sends or receives, by layer.
+
+        Returns the sequence, and of each layer and each of its parts the place of keys and values (rows, dim).
         """
         loaded, ranks = self.loaded, self.ranks
         # If all ranks compute all heads, the last one keeps new tokens.
-        appends, stores = heads is not None or ranks.rank == ranks.size - 1, list[HeadStore]()
-        slack = document.slack if appends else 0
-        for idx, (shape, parts) in enumerate(zip(loaded.shape.layers, mine, strict=True)):
-            computed = list(range(shape.num_kv_heads)) if heads is None else heads[idx]
-            counts, held = [last - first for _, first, last in parts], [computed.index(head) for head, _, _ in parts]
-            of_part, memory = replace(shape, num_kv_heads=len(computed)), (loaded.dtype, loaded.device, self._arena)
-            stores.append(
-                HeadStore.reserve(of_part, counts, slack, document.tokens, *memory, heads=held, appends=appends)
-            )
-        layers = loaded.shape.layers
-        sizes = [_elements(parts, shape) for sent in messages for parts, shape in zip(sent, layers, strict=True)]
-        return stores, torch.empty(max(sizes, default=0), dtype=loaded.dtype, device=loaded.device)
+        appends, layers = heads is not None or ranks.rank == ranks.size - 1, loaded.shape.layers
+        computed = [list(range(shape.num_kv_heads)) for shape in layers] if heads is None else heads
+        shapes = [replace(shape, num_kv_heads=len(some)) for shape, some in zip(layers, computed, strict=True)]
+        capacity = document.tokens + document.slack
+        sequence = SequenceKV(loaded, self._pool, capacity, shapes=shapes, length=document.tokens, is_last=appends)
+        places = []
+        try:
+            for idx, parts in enumerate(mine):
+                held = [computed[idx].index(head) for head, _, _ in parts]
+                sequence.reserve(idx, [last - first for _, first, last in parts], held)
+                places.append([sequence.head_pieces(idx, head)[0] for head in held])
+            sizes = [_elements(parts, shape) for sent in messages for parts, shape in zip(sent, layers, strict=True)]
+            return sequence, places, torch.empty(max(sizes, default=0), dtype=loaded.dtype, device=loaded.device)
+        except BaseException:
+            sequence.release()
+            raise
 
     def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run this rank's heads of each prompt.
@@ -256,12 +262,13 @@ class HeadGroup(Group):
         Returns logits (prompts, vocab_size); if all prompts are greedy, the next token of each (prompts,).
         """
         self._meetings = 0
+        before = [(each.prefill.cache, each.prefill.cache.length) for each in documents]
         found = attempt(lambda: self._run(documents))
         if isinstance(found, Failure):
             self._play_on(len(documents))
         if (why := self._why_short(found)) is not None:
-            if (cache := self._packs.get(tuple(documents))) is not None:
-                cache.take_back()
+            for sequence, length in before:
+                sequence.length = length
             raise MemoryError(why)
         assert not isinstance(found, Failure), "it succeeded"
         self.ranks.all_reduce(found)  # each element is zero on all ranks but one
@@ -302,8 +309,8 @@ class HeadGroup(Group):
 
     def _run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run this rank's heads; return its results, with zeros in the places of other ranks' results."""
-        cache = self._cache_of(documents, self._merging)
-        logits = decode_packed(self._part, cache, [each.last_token for each in documents])
+        row = self._row_of(documents, self._merging)
+        logits = decode_packed(self._part, row, [each.last_token for each in documents])
         return self._likeliest(logits) if self._is_greedy else self._among_all(logits)
 
     def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
@@ -335,12 +342,11 @@ def _rows_in(message: torch.Tensor, parts: Sequence[Cut], shape: LayerShape) -> 
     return [(next(pieces).view(count, shape.key_dim), next(pieces).view(count, shape.value_dim)) for count in rows]
 
 
-def _copy_rows(layer: SliceLayer, part: Cut, to: Pair) -> None:
+def _copy_rows(sequence: SequenceKV, layer_idx: int, part: Cut, to: Pair) -> None:
     """Copy a part of a head's keys and values to a place of that size, without other memory."""
     head, first, last = part
     begin = 0
-    assert layer.store is not None, "the home holds all rows"
-    for piece in layer.store.head_pieces(head, layer.length):
+    for piece in sequence.head_pieces(layer_idx, head):
         stop = begin + len(piece[0])
         if (low := max(first, begin)) < (high := min(last, stop)):
             for place, rows in zip(to, piece, strict=True):

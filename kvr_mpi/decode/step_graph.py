@@ -14,13 +14,12 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.decode_cache import DecodeCache
-from kvr_mpi.kv.pages import PageLayout, PageTables
+from kvr_mpi.kv.row import Row
+from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.prefill.exactness import allowed_error, error_share
@@ -37,8 +36,14 @@ FEW_SLOTS, SLOTS, PAGES = (1, 2, 4), 8, 8
 MOST_GRAPHS = 8
 
 
+# Slots, pages of a unit, and whether all units have rows.
+Layout = tuple[int, int, bool]
+
+
 class StepGraph:
     """The graph of a step, recorded between two steps, with prompts of this layout or a narrower one.
+
+    It holds no sequences: their pages are free when they are released.
 
     checks_left : replays that are still to be compared with steps that run without it.
 
@@ -46,30 +51,27 @@ class StepGraph:
     runs out.
     """
 
-    def __init__(self, recorder: StepRecorder, layout: PageLayout, cache: DecodeCache) -> None:
-        loaded = recorder.loaded
-        self._pages, self.checks_left = PageTables(layout, loaded.device), STEPS_CHECKED
-        self._inputs = torch.zeros(2, layout.slots, dtype=torch.int64, device=loaded.device)
-        self._pages.fill(cache.stores)
-        self._filled_for: weakref.ref[DecodeCache] | None = None
-        rows = DecodeCache(cache.documents, recorded=self._pages)  # not kept: it holds the documents
-        self._inputs[1, : len(rows.lengths)] = torch.tensor(rows.lengths, device=loaded.device)
-        try:
-            with recorder.record() as self._graph:
-                self._logits = run_step(loaded, rows, self._inputs)
-        finally:
-            rows.take_back()
+    def __init__(self, recorder: StepRecorder, layout: Layout, row: Row) -> None:
+        loaded, (slots, width, is_complete) = recorder.loaded, layout
+        self._table = PageTable(row.sequences[0], slots, width, is_complete=is_complete)
+        self._inputs = torch.zeros(2, slots, dtype=torch.int64, device=loaded.device)
+        self.checks_left = STEPS_CHECKED
+        self._table.fill(row.sequences)
+        self._filled_for: weakref.ref[Row] | None = None
+        recorded = Row(row.sequences, table=self._table)  # not kept: it holds the sequences
+        self._inputs[1, : len(recorded.lengths)] = torch.tensor(recorded.lengths, device=loaded.device)
+        with recorder.record() as self._graph:
+            self._logits = run_step(loaded, recorded, self._inputs)
 
-    def run(self, cache: DecodeCache, inputs: torch.Tensor) -> torch.Tensor:
-        """Replay a step after `DecodeCache.take_up`; return the logits of `run_step`."""
+    def run(self, row: Row, inputs: torch.Tensor) -> torch.Tensor:
+        """Replay a step after `Row.begin`; return the logits of `run_step`."""
         count = inputs.shape[1]
-        if self._filled_for is None or self._filled_for() is not cache:
-            self._pages.fill(cache.stores)
+        if self._filled_for is None or self._filled_for() is not row:
+            self._table.fill(row.sequences)
             self._inputs.zero_()
-            self._filled_for = weakref.ref(cache)  # it holds the documents
+            self._filled_for = weakref.ref(row)
         self._inputs[:, :count] = inputs
         self._graph.replay()
-        cache.went_on()
         return self._logits[:count].clone()
 
 
@@ -81,19 +83,19 @@ class StepRecorder:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded, self.why_not = loaded, _why_not(loaded)
-        self._graphs: dict[PageLayout, StepGraph] = {}
-        self._taken: dict[PageLayout, int] = {}
+        self._graphs: dict[Layout, StepGraph] = {}
+        self._taken: dict[Layout, int] = {}
 
-    def run(self, cache: DecodeCache, tokens: Sequence[int]) -> torch.Tensor:
+    def run(self, row: Row, tokens: Sequence[int]) -> torch.Tensor:
         """Run one more token of each prompt; return the logits of `decode_packed`."""
-        graph = self._graph_for(cache)
+        graph = self._graph_for(row)
         if graph is None:
-            return decode_packed(self.loaded, cache, tokens)
-        logits = decode_packed(self.loaded, cache, tokens, lambda inputs: graph.run(cache, inputs))
+            return decode_packed(self.loaded, row, tokens)
         if not graph.checks_left:
-            return logits
-        cache.take_back()
-        truth = decode_packed(self.loaded, cache, tokens)
+            return decode_packed(self.loaded, row, tokens, lambda inputs: graph.run(row, inputs))
+        inputs = torch.tensor([list(tokens), row.begin()], device=self.loaded.device)
+        logits = graph.run(row, inputs)
+        truth = decode_packed(self.loaded, row, tokens)
         is_finite = truth.amax(-1).isfinite()
         if not bool(is_finite.all()):  # such a document fails alone
             logits, truth_of_finite = logits[is_finite], truth[is_finite]
@@ -125,26 +127,26 @@ class StepRecorder:
             graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(side)
 
-    def _graph_for(self, cache: DecodeCache) -> StepGraph | None:
+    def _graph_for(self, row: Row) -> StepGraph | None:
         """Return the graph of a step; record it after a few steps of the same layout."""
-        if self.why_not is not None or cache.layout is None:
+        if self.why_not is not None or not row.is_paged:
             return None
-        slots, pages = cache.layout.slots, cache.layout.width
-        slots = next((few for few in FEW_SLOTS if few >= slots), -(-slots // SLOTS) * SLOTS)
-        layout = replace(cache.layout, slots=slots, width=max(PAGES, 1 << (pages - 1).bit_length()))
+        many, (pages, is_complete) = len(row.sequences), row.table_sizes
+        slots = next((few for few in FEW_SLOTS if few >= many), -(-many // SLOTS) * SLOTS)
+        layout = slots, max(PAGES, 1 << (pages - 1).bit_length()), is_complete
         graph = self._graphs.pop(layout, None)
         if graph is None:
             self._taken[layout] = self._taken.get(layout, 0) + 1
-            if self._taken[layout] <= STEPS_BEFORE or (graph := self._record(layout, cache)) is None:
+            if self._taken[layout] <= STEPS_BEFORE or (graph := self._record(layout, row)) is None:
                 return None
         self._graphs[layout] = graph  # the most recently used last
         while len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         return graph
 
-    def _record(self, layout: PageLayout, cache: DecodeCache) -> StepGraph | None:
+    def _record(self, layout: Layout, row: Row) -> StepGraph | None:
         try:
-            return StepGraph(self, layout, cache)
+            return StepGraph(self, layout, row)
         except ModelError as error:  # some models' layers cannot use paged attention
             self.why_not = str(error)
         except (RuntimeError, MemoryError) as error:

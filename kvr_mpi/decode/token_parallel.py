@@ -1,7 +1,7 @@
 """Decoding over sharded keys and values: each rank of a chain attends to its own tokens.
 
-Every rank runs the model on the last tokens, attends to its shares (``kv.shares``), and ends with the same logits. A
-prompt's home is the rank that has its last share.
+Every rank runs the model on the last tokens, attends to the tokens that it keeps, and ends with the same logits
+(`prefill.stored_shares`). A prompt's home is the rank that keeps its last tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import torch
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import BatchEntry, Group
-from kvr_mpi.kv.shares import Share
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.stored_shares import run_shares
+from kvr_mpi.prefill.stored_shares import run_sharded
 from kvr_mpi.transport import Transport
 
 
@@ -37,17 +36,12 @@ class TokenGroup(Group):
 
     def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
         """Run the model on all ranks; return logits (prompts, vocab_size), the same on all of them."""
-        shares = [_share_of(each.prefill) for each in documents]
-        logits = run_shares(self.loaded, shares, [[each.last_token] for each in documents], self.ranks)
-        for share in shares:
-            share.length += 1
+        sequences = [each.prefill.cache for each in documents]
+        logits = run_sharded(self.loaded, sequences, [[each.last_token] for each in documents], self.ranks)
+        for sequence in sequences:
+            sequence.length += 1
         return logits
 
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
         """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
-        return run_shares(self.loaded, [_share_of(prefill)], [ids], self.ranks)
-
-
-def _share_of(prefill: Prefill) -> Share:
-    assert prefill.share is not None, "its keys and values stay spread over the ranks"
-    return prefill.share
+        return run_sharded(self.loaded, [prefill.cache], [ids], self.ranks)

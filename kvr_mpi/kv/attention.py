@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch
 
 from kvr_mpi.kv.flex import NotCompiledError, attend_flex, suits_flex
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.masks import Visibility
+from kvr_mpi.partition import cut_range
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.collectives import all_gather
 
@@ -64,6 +66,11 @@ class PartialAttention:
     def cut(self, first: int, last: int) -> PartialAttention:
         """Return some of the queries, as views."""
         return PartialAttention(self.out[:, :, first:last], self.lse[:, :, first:last])
+
+    def pad(self, before: int) -> PartialAttention:
+        """Add queries that have attended to no key before the others."""
+        out = torch.nn.functional.pad(self.out, (0, 0, before, 0))
+        return PartialAttention(out, torch.nn.functional.pad(self.lse, (before, 0), value=float("-inf")))
 
     def merge(self, other: PartialAttention, at: int = 0) -> PartialAttention:
         """Merge the queries from `at` on with attention over other keys, in float32; in place unless `at` is 0."""
@@ -374,3 +381,29 @@ def _attend_blocks(
         outs.append(out.view(heads, last - first, -1))
         lses.append(lse)
     return PartialAttention(torch.cat(outs, dim=1).unsqueeze(0), torch.cat(lses, dim=1).unsqueeze(0))
+
+
+def attend_ranges(
+    query: torch.Tensor,
+    ranges: Sequence[tuple[int, int]],
+    rows: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
+    seen: Visibility,
+    params: AttentionParams,
+) -> PartialAttention:
+    """Attend from ranges of tokens to those they see, all of which this rank holds.
+
+    query : queries of the ranges' tokens, concatenated (1, heads, tokens, head_dim).
+    rows : returns keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
+    """
+    pieces = [piece for bounds in ranges for piece in cut_range(*bounds, seen.chunk)]
+    parts, at = list[PartialAttention](), 0
+    for first, last in pieces:
+        some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
+        at += last - first
+        keys, values = rows(seen.first_key(first), last)
+        if last - first == 1:
+            parts.append(attend(some, keys, values, params))
+        else:
+            window = None if seen.sees_all(last) else seen.window
+            parts.append(attend(some, keys, values, params, causal=True, window=window))
+    return PartialAttention.join(parts)

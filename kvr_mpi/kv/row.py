@@ -1,100 +1,397 @@
-"""Base classes of all caches: a model runs a row of tokens (1, tokens), whichever prompts the tokens belong to.
+"""The cache that a model sees for new tokens of some sequences: a row of tokens (1, tokens) in one forward pass.
 
-The caches are in ``cache`` (one rank's slice of a prompt), ``packed_row`` (several prompts), ``decode_cache``
-(answers), ``shares`` (prompts sharded over ranks) and ``rolling`` (a prompt's last tokens).
+Decoding is one new token of each sequence, a packed prefill many tokens of many sequences; questions about a stored
+document are tokens after shared ones. Each layer writes new keys and values where decoding reads them (``sequence``)
+and attends. A step, one token of each sequence, attends with one call for all of them where a kernel supports it.
+
+The slice of a prompt on a chain of ranks is the other cache (``chain``).
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, cast
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvr_mpi.errors import ModelError
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_ranges, takes_flash
+from kvr_mpi.kv.layer import RowCache, RowLayer
+from kvr_mpi.kv.pool import Block
+from kvr_mpi.kv.sequence import RowSpan, SequenceKV
+from kvr_mpi.kv.states import StateLayer
+from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
+from kvr_mpi.model.layer_chunks import UnreadError
+from kvr_mpi.model.unit_table import Unit, UnitTable
+
+Reads = Literal["all", "last", "nothing"]
+Merge = Callable[[PartialAttention], PartialAttention]
+# Sequences of a row, from one to another, and closed spans that they have in common.
+Common = tuple[int, int, Sequence[RowSpan]]
+# Common rows from which on several sequences attend to them together, instead of each for itself.
+COMMON_ROWS = 512
 
 
-class RowLayer(CacheLayerMixin):
-    """One layer of a row."""
+class Row(RowCache):
+    """New tokens of some sequences.
 
-    is_sliding = False
-    cache: RowCache
+    A model with its own attention, or with states, runs rows of one sequence only. A row of the same sequences can run
+    again and again: call `begin` before the model, and `advance` after it.
 
-    def __init__(self, cache: RowCache, layer_idx: int, shape: LayerShape) -> None:
-        super().__init__()
-        # A strong reference would make a cycle, whose memory only Python's garbage collector frees.
-        self.cache = cast("RowCache", weakref.proxy(cache))
-        self.layer_idx, self.shape = layer_idx, shape
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append tokens (1, kv_heads, tokens, head_dim), and return them unchanged."""
-        self.cache.enter(self)
-        self.cache.append(self, key_states, value_states)
-        return key_states, value_states
-
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        """Attend from the tokens last appended; (1, heads, tokens, value_dim) in the query's dtype."""
-        self.cache.current = None
-        return self.cache.attend(self, query, keys, values, params)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: buffers exist before the model runs."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a query sees; no mask is built from them."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens before the row, from which models count positions that they are not given."""
-        return self.cache.length
-
-    def get_max_length(self) -> int:
-        """Return -1, no limit: room is reserved before the model runs."""
-        return -1
-
-
-class RowCache(Cache):
-    """All layers of a row; with `prefilling` and `whole_lengths`, each is a ``model.attention_hook.HookedCache``.
-
-    current : the layer that was updated and has not attended yet.
+    sequences : with room for their new tokens.
+    tokens : number of new tokens of each.
+    merge : merges this rank's attention with that of other ranks, which keep other tokens or heads.
+    table : of paged sequences; only for a step that is recorded: the only table that is read.
+    reads : which tokens' output is used: of all of them, of each sequence's last one, or of none.
+    bounds : range of each sequence's tokens in the row.
+    lengths : of the sequences before the row.
     """
 
-    in_parts = True
-    current: Any = None
+    def __init__(
+        self,
+        sequences: Sequence[SequenceKV],
+        tokens: Sequence[int] | None = None,
+        *,
+        merge: Merge | None = None,
+        table: PageTable | None = None,
+        reads: Reads = "all",
+    ) -> None:
+        self.sequences, self.merge, self._reads = list(sequences), merge, reads
+        self.tokens = [1] * len(self.sequences) if tokens is None else list(tokens)
+        self.bounds = list(itertools.pairwise(itertools.accumulate(self.tokens, initial=0)))
+        loaded = sequences[0].loaded
+        self.in_parts, self._first_position = loaded.attends_in_parts, loaded.shape.first_position
+        self.is_step = self.in_parts and max(self.tokens) == 1
+        first = self.sequences[0]
+        self.device, self.dtype, self._is_rolling = loaded.device, loaded.dtype, first.rolling is not None
+        assert len(self.sequences) == 1 or self.in_parts, "the model's own attention attends to one sequence"
+        self._is_recorded, self._table, self.is_paged = table is not None, table, first.pool.is_paged
+        self._units: dict[int, UnitTable] = {}
+        self._groups: dict[int, list[Common]] = {}
+        self._growing: dict[int, list[tuple[int, RowSpan]]] = {}
+        kept = [idx for idx, shape in enumerate(first.shapes) if shape.elements]
+        self._last_layer = kept[-1] if kept else -1
+        super().__init__(
+            [
+                StateLayer(self, idx, shape, first.states) if shape.states else RowLayer(self, idx, shape)
+                for idx, shape in enumerate(first.shapes)
+            ]
+        )
+        self.begin()
+
+    def begin(self) -> Sequence[int]:
+        """Read the sequences' current lengths, and return them.
+
+        Raises `ValueError` if one has no room for its new tokens.
+        """
+        self.current, self._is_advanced = None, False
+        self.lengths = [sequence.length for sequence in self.sequences]
+        # All that its tokens see is in the row.
+        self._begins = self.merge is None and not self._is_rolling and not any(self.lengths)
+        for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
+            if sequence.length + tokens > sequence.capacity:
+                raise ValueError(f"a cache of {sequence.length} tokens is full; reserve room for the tokens to be run")
+        return self.lengths
+
+    def advance(self) -> None:
+        """Count the new tokens, after the model has run."""
+        for sequence, length, tokens in zip(self.sequences, self.lengths, self.tokens, strict=True):
+            sequence.length = length + tokens
 
     @property
     def length(self) -> int:
-        """Tokens before the row; 0 for several prompts, since models then get explicit positions."""
-        return 0
+        """Tokens before the row; 0 for several sequences, since models then get explicit positions."""
+        return self.lengths[0] if len(self.lengths) == 1 else 0
 
-    def enter(self, layer: RowLayer) -> None:
-        """Make a layer the one that attends next.
+    @property
+    def prefilling(self) -> bool:
+        """Whether some sequence has several new tokens."""
+        return max(self.tokens) > 1
 
-        Raises `ModelError` if the layer before it has not attended.
-        """
-        if self.current is not None:
-            raise ModelError(f"layer {layer.layer_idx}: the layer before it never attended to its keys")
-        self.current, layer.is_initialized = layer, True
+    @property
+    def positions(self) -> torch.Tensor:
+        """Positions of the new tokens (1, tokens), as the model counts them."""
+        pairs = zip(self.lengths, self.tokens, strict=True)
+        each = torch.cat([torch.arange(length, length + tokens) for length, tokens in pairs])
+        return each.unsqueeze(0).to(self.device) + self._first_position
 
-    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append a layer's new tokens (1, kv_heads, tokens, head_dim)."""
-        raise NotImplementedError
+    def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
+        """For each sequence, its tokens in the row and its length with them; 1 for empty slots."""
+        rows = [(count, length + count) for count, length in zip(self.tokens, self.lengths, strict=True)]
+        return rows + [(1, 1)] * (tokens - self.bounds[-1][1])
+
+    @functools.cached_property
+    def table_sizes(self) -> tuple[int, bool]:
+        """Pages of a unit that a table of these sequences needs, and whether all units have rows."""
+        return PageTable.sizes_for(self.sequences)
+
+    @functools.cached_property
+    def _edges(self) -> torch.Tensor:
+        return torch.tensor([0, *(last for _, last in self.bounds)], dtype=torch.int32, device=self.device)
+
+    def advance_table(self, lengths: torch.Tensor) -> None:
+        """Begin a step of paged sequences, given their lengths (slots,), int64 on the device."""
+        if self._table is None:
+            width, is_complete = self.table_sizes
+            self._table = PageTable(self.sequences[0], len(self.sequences), width, is_complete=is_complete)
+            self._table.fill(self.sequences)
+        self._table.advance(lengths)
+        self._is_advanced = True
+
+    def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write each sequence's new tokens to its rows."""
+        at = layer.layer_idx
+        if self.is_step and self.is_paged:
+            if not self._is_advanced:
+                self.advance_table(torch.tensor(self.lengths, device=self.device))
+            assert self._table is not None, "the step has begun"
+            self._table.write(at, keys, values)
+        elif self.is_step and not self._is_rolling:
+            self._write_step(at, keys, values)
+        else:
+            for sequence, length, (first, last) in zip(self.sequences, self.lengths, self.bounds, strict=True):
+                sequence.open(at)
+                if sequence.rolling is not None:
+                    sequence.make_room(at, last - first)
+                sequence.write(at, length, keys[:, :, first:last], values[:, :, first:last])
+        if self.in_parts:
+            return keys, values
+        self.current = None
+        return self.sequences[0].rows(at, 0, self.lengths[0] + self.tokens[0])
 
     def attend(
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend from the tokens last appended in a layer.
+        """Attend from each sequence's tokens to those up to them.
 
-        For a single token, heads may be folded into the query length.
-
-        Returns (1, heads, tokens, value_dim), or folded into the query length (1, kv_heads, group, value_dim), in the
-        query's dtype.
+        Raises `ModelError` if a step is recorded, and the layer cannot use paged attention; `UnreadError` in the last
+        layer if nothing of its output is used.
         """
-        raise NotImplementedError
+        if self._reads == "nothing" and layer.layer_idx == self._last_layer:
+            raise UnreadError
+        shape, dim, seen = query.shape, layer.shape.value_dim, layer.shape.visibility
+        if self.bounds[-1][1] == 1:  # heads may come folded into the query length
+            query = query.reshape(1, -1, 1, shape[-1])
+        part: PartialAttention | None = None
+        if self.is_step:
+            if self.is_paged and seen.chunk is None and takes_flash(query, query.new_empty(0, dim), params):
+                assert self._table is not None, "the step has begun"
+                part = self._table.attend(layer.layer_idx, query, params, seen.window)
+            elif self._is_recorded:
+                raise ModelError(f"layer {layer.layer_idx} does not attend by pages, but sequence by sequence")
+            else:
+                part = self._attend_units(layer, query, params)
+        elif query.shape[2] != self.bounds[-1][1]:
+            raise ModelError(f"layer {layer.layer_idx}: {query.shape[2]} queries for {self.bounds[-1][1]} tokens")
+        elif self._begins and seen.chunk is None and takes_flash(query, values, params):
+            part = self._attend_packed(query, keys, values, params, seen.window)
+        if part is None:
+            part = self._attend_apart(layer, query, keys, values, params)
+        if self.merge is not None:
+            part = self.merge(part)
+        return part.finish(params).to(query.dtype).reshape(*shape[:-1], dim)
+
+    def _write_step(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append one token of each sequence, with one call for all of them."""
+        growing = self._growing.get(at)
+        if growing is None:
+            rows = enumerate(self.sequences)
+            growing = [(number, span) for number, sequence in rows for span in sequence.open(at) if span.grows]
+            self._growing[at] = growing
+        places, tokens = list[torch.Tensor](), list[torch.Tensor]()
+        of_keys, of_values, heads = keys[0].unbind(1), values[0].unbind(1), keys.shape[1]
+        for number, span in growing:
+            row, token = span.filled + self.lengths[number], (of_keys[number], of_values[number])
+            places += (span.keys.select(1, row), span.values.select(1, row))
+            tokens += token if len(span.keys) == heads else (each[span.heads] for each in token)
+        if places:
+            torch._foreach_copy_(places, tokens)
+
+    def _attend_units(self, layer: RowLayer, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
+        """Attend with our kernel; None if it does not support the layer."""
+        at, seen, kernel = layer.layer_idx, layer.shape.visibility, params.kernel
+        if kernel is None or not params.is_plain or self.is_paged or self._is_rolling:
+            return None
+        groups, table = self._common(at), self._units.get(at)
+        if table is None:
+            common = {span.block for _, _, spans in groups for span in spans}
+            table = self._units[at] = self._unit_table(at, layer.shape, common)
+        if not kernel.takes_units(query, table):
+            return None
+        firsts = None if seen.size is None else np.array([seen.first_key(length) for length in self.lengths])
+        lengths = np.array(self.lengths) + 1
+        out, lse = kernel.library.attend_units(query, table, lengths, params.scale, firsts)
+        part = PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
+        for first, last, spans in groups:
+            found = attend_spans(query[:, :, first:last], spans, 0, params, layer.shape)
+            assert found is not None, "they have rows"
+            joined = found.merge(part.cut(first, last))
+            part.out[:, :, first:last], part.lse[:, :, first:last] = joined.out, joined.lse
+        return part
+
+    def _unit_table(self, at: int, shape: LayerShape, common: set[Block]) -> UnitTable:
+        """Make the table of our kernel, without the rows of some blocks."""
+        units = list[Unit]()
+        for number, sequence in enumerate(self.sequences):
+            if not sequence.attends(at):
+                continue
+            of_head: dict[int, list[Unit]] = {}
+            for span in sequence.open(at):
+                if span.block not in common:
+                    heads = range(span.head, span.heads.stop)
+                    for head, keys, values in zip(heads, span.keys.unbind(0), span.values.unbind(0), strict=True):
+                        unit = Unit(number, head, keys, values, span.filled, span.grows, span.first)
+                        of_head.setdefault(head, []).append(unit)
+            units += [unit for head in sorted(of_head) for unit in of_head[head]]
+        return UnitTable(len(self.sequences), shape.num_kv_heads, units)
+
+    def _attend_packed(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int | None
+    ) -> PartialAttention:
+        """Attend within sequences that begin with the row, with one call for all of them, on a GPU."""
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        out, lse = varlen_attn(
+            query[0].transpose(0, 1),
+            keys[0].transpose(0, 1),
+            values[0].transpose(0, 1),
+            self._edges,
+            self._edges,
+            max(self.tokens),
+            max(self.tokens),
+            return_aux=AuxRequest(lse=True),
+            scale=params.scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=True,
+        )
+        # The log-sum-exp is (heads, queries); varlen_attn's own documentation is wrong.
+        return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.view(1, *query.shape[1:3]).float())
+
+    def _common(self, at: int) -> list[Common]:
+        """Adjacent sequences of a layer without window or chunks that continue the same rows, and these rows."""
+        found = self._groups.get(at)
+        if found is None:
+            found = self._groups[at] = []
+            if self.sequences[0].shapes[at].visibility.size is None and len(self.sequences) > 1:
+                closed = [[span for span in sequence.open(at) if not span.grows] for sequence in self.sequences]
+                keys = [[span.block for span in spans] or number for number, spans in enumerate(closed)]
+                for _, group in itertools.groupby(range(len(closed)), keys.__getitem__):
+                    numbers = list(group)
+                    spans = closed[numbers[0]]
+                    if len(numbers) > 1 and sum(span.filled * len(span.keys) for span in spans) >= COMMON_ROWS:
+                        found.append((numbers[0], numbers[-1] + 1, spans))
+        return found
+
+    def _attend_apart(
+        self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention:
+        """Attend sequence by sequence, but to rows that adjacent ones have in common only once."""
+        parts, shared = list[PartialAttention](), dict[int, tuple[Sequence[RowSpan], PartialAttention]]()
+        for begin, end, spans in self._common(layer.layer_idx):
+            start = self.bounds[begin][0]
+            of_all = attend_spans(query[:, :, start : self.bounds[end - 1][1]], spans, 0, params, layer.shape)
+            assert of_all is not None, "they have rows"
+            for number in range(begin, end):
+                first, last = self.bounds[number]
+                shared[number] = spans, of_all.cut(first - start, last - start)
+        for number, (first, last) in enumerate(self.bounds):
+            spans, before = shared.get(number, ((), None))
+            some = query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last]
+            part = self._attend_own(layer, number, *some, params, [span.block for span in spans])
+            if before is not None:
+                part = before if part is None else part.merge(before)
+            if part is None:
+                sizes = (1, query.shape[1], last - first, layer.shape.value_dim)
+                part = PartialAttention.of_nothing(sizes, self.device)
+            parts.append(part)
+        return PartialAttention.join(parts)
+
+    def _attend_own(
+        self,
+        layer: RowLayer,
+        number: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        params: AttentionParams,
+        skipped: Sequence[Block],
+    ) -> PartialAttention | None:
+        """Attend from the new tokens of one sequence, except to some blocks; None if this rank has nothing they see."""
+        at, shape, seen, sequence = layer.layer_idx, layer.shape, layer.shape.visibility, self.sequences[number]
+        spans = [span for span in sequence.open(at) if span.block not in skipped]
+        if not sequence.attends(at):
+            return None
+        if sequence.rolling is not None:
+            return self._attend_rolling(layer, number, query, params)
+        length, tokens = self.lengths[number], self.tokens[number]
+        reads_last = self._reads == "last" and self.merge is None and at == self._last_layer
+        whole, unread = length + tokens, tokens - 1 if reads_last else 0
+        if tokens - unread == 1:  # all that the last token sees are rows by now
+            first = seen.first_key(whole - 1)
+            part = attend_spans(query[:, :, unread:], spans, whole, params, shape, first)
+            return part if part is None or not unread else part.pad(unread)
+        if not seen.sees_all(whole):
+            return attend_ranges(query, [(length, whole)], lambda *bounds: sequence.rows(at, *bounds), seen, params)
+        part = attend_spans(query, spans, length, params, shape)
+        if not sequence.is_last:
+            return part
+        own = attend(query, keys, values, params, causal=True)
+        return own if part is None else own.merge(part)
+
+    def _attend_rolling(
+        self, layer: RowLayer, number: int, query: torch.Tensor, params: AttentionParams
+    ) -> PartialAttention:
+        """Attend from the new tokens of a sequence to its first and last tokens."""
+        sequence, seen = self.sequences[number], layer.shape.visibility
+        (*first_spans, last), length = sequence.open(layer.layer_idx), self.lengths[number]
+        assert sequence.rolling is not None
+        sinks, seen = sequence.rolling.sinks_of(seen), sequence.rolling.seen(seen)
+        whole, parts = length + self.tokens[number], list[PartialAttention]()
+        among = max(0, min(whole, sinks) - length)  # new tokens that are sinks
+        if among:
+            parts.append(attend(query[:, :, :among], *first_spans[0].cut(0, length + among), params, causal=True))
+        if length + among < whole:
+            some, bounds = query[:, :, among:], (length + among - sinks, whole - sinks)
+            part = attend_ranges(
+                some, [bounds], lambda first, stop: last.cut(first + sinks, stop + sinks), seen, params
+            )
+            parts.append(part.merge(attend(some, *first_spans[0].cut(0, sinks), params)) if sinks else part)
+        return PartialAttention.join(parts)
+
+
+def attend_spans(
+    query: torch.Tensor,
+    spans: Sequence[RowSpan],
+    length: int,
+    params: AttentionParams,
+    shape: LayerShape,
+    first: int = 0,
+) -> PartialAttention | None:
+    """Attend to all rows of a layer from some position on, which every query sees; None if there are none.
+
+    query : (1, heads, tokens, head_dim).
+    length : of the sequence, which determines how many rows growing spans have.
+    """
+    group, part = query.shape[1] // max(1, shape.num_kv_heads), None
+    for span in spans:
+        stop = span.rows(length)
+        start = min(max(0, first - span.first), stop) if first else 0
+        if start == stop:
+            continue
+        keys, values = span.keys[None, :, start:stop], span.values[None, :, start:stop]
+        if len(span.keys) == shape.num_kv_heads:
+            found = attend(query, keys, values, params)
+            part = found if part is None else part.merge(found)
+            continue
+        heads = slice(span.head * group, span.heads.stop * group)
+        if part is None:
+            part = PartialAttention.of_nothing((*query.shape[:-1], shape.value_dim), query.device)
+        before = PartialAttention(part.out[:, heads], part.lse[:, heads])
+        after = before.merge(attend(query[:, heads], keys, values, params))
+        part.out[:, heads], part.lse[:, heads] = after.out, after.lse
+    return part

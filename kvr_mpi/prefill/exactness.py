@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.chain import layer_kv
+from kvr_mpi.kv.row import Row
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill.failure import FAILURES
@@ -71,7 +73,11 @@ def continued(model: Any, prefill: Prefill, count: int, given: Sequence[int] = (
     layers = copy_layers(prefill.cache)
     for at in range(count):
         tokens.append(given[at] if at < len(given) else int(logits.argmax()))
-        logits = run_model(model, torch.tensor([[tokens[-1]]], device=logits.device), prefill.cache)[0]
+        row = Row([prefill.cache]) if isinstance(prefill.cache, SequenceKV) else None
+        ids = torch.tensor([tokens[-1:]], device=logits.device)
+        logits = run_model(model, ids, prefill.cache if row is None else row)[0]
+        if row is not None:
+            row.advance()
         steps.append(_copy(logits))
     return Continuation(_copy(prefill.logits), layers, tokens, steps)
 
@@ -83,7 +89,10 @@ def copy_layers(cache: Any) -> list[dict[str, torch.Tensor]]:
         pair = layer_kv(cache, layer_idx)
         held = {} if pair is None else {KEYS: pair[0], VALUES: pair[1]}
         for kind in ("conv", "recurrent"):
-            states = getattr(layer, f"{kind}_states", {})
+            if isinstance(cache, SequenceKV):
+                states = cache.states.get(layer_idx, {}).get(kind, {})
+            else:
+                states = getattr(layer, f"{kind}_states", {})
             held |= {f"{kind} states {index}": state for index, state in states.items() if state is not None}
         found.append({name: _copy(tensor) for name, tensor in held.items()})
     return found

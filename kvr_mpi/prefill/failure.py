@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from kvr_mpi.errors import NOT_NOW, AgreementError, DataError, UnavailableError, record_error
-from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.chain import SliceRow
 from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
 from kvr_mpi.model.tp_group import TensorParallelGroup, guarded
 from kvr_mpi.topology import Rotation
@@ -96,14 +96,14 @@ def attempt(
         return Failure(f"{why}; if the prompt is too long for this model, lower prompt.max_tokens", "model")
 
 
-def play_on(cache: SliceCache) -> None:
+def complete_transfers(cache: SliceRow) -> None:
     """Take part in the remaining transfers of a prompt that failed on this rank, with little memory."""
     slots: list[torch.Tensor] = []
     for layer in cache.layers:
         if layer.segments is None:  # released, after everything was sent
             continue
         if layer.shape.elements:
-            if layer.store is None:
+            if layer.slab is None:
                 if not slots:  # layers with buffers come first, and have given them back
                     longest = max(hop.bounds[1] - hop.bounds[0] for hop in cache.route.hops)
                     slots = cache.buffers.scratch(longest, cache.route.slots)
@@ -111,7 +111,7 @@ def play_on(cache: SliceCache) -> None:
                 layer.segments.free = None
             layer.segments.post(cache.route, is_filled=True)
         if layer.shape.states:
-            layer.play_on()
+            layer.complete()
         layer.release(wait=True)
 
 

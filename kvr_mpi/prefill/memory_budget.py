@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
-from kvr_mpi.kv.cache import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
+from kvr_mpi.kv.chain import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import Route, total_tokens
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape

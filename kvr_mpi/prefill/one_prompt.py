@@ -17,14 +17,11 @@ from transformers import DynamicCache
 
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError, PartitionError
-from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.cache import SliceCache, WriteLayer
-from kvr_mpi.kv.head_store import HeadStore
-from kvr_mpi.kv.layer import Retain
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.chain import Retain, SliceRow, WriteLayer
+from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.route import MakeRoute, total_tokens
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
@@ -32,7 +29,7 @@ from kvr_mpi.model.layer_chunks import UnreadError, cut_layers
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.failure import Failure, agree, attempt, describe_failure, digest_of, play_on
+from kvr_mpi.prefill.failure import Failure, agree, attempt, complete_transfers, describe_failure, digest_of
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
@@ -45,7 +42,11 @@ PLAIN, KVR = "single", "kvr"
 
 @dataclass(slots=True)
 class Prefill:
-    """The result of a prefill; on the decode rank (in a chain the last one) with logits and the whole cache."""
+    """The result of a prefill; on the decode rank (in a chain the last one) with logits and the whole cache.
+
+    cache : a `SequenceKV` with what this rank keeps, or transformers' cache; None if it keeps nothing. Whoever has the
+        prefill releases it.
+    """
 
     partition: Partition
     cache: Any
@@ -59,7 +60,6 @@ class Prefill:
     send_wait_s: float = 0.0  # of `seconds`, waiting for this rank's sends to complete
     strategy: str = KVR  # or PLAIN
     known_tokens: int = 0  # number of first tokens whose keys and values were known before
-    share: Share | None = None  # this rank's share of a prompt that stays sharded; no cache then
     stored_tokens: int = 0  # number of first tokens whose keys and values earlier ranks store
     retained: RetainedSize | None = None  # size of the compressed cache; None: not compressed
     rolling: Rolling | None = None  # the rolling cache; None: the cache holds all tokens
@@ -86,16 +86,20 @@ class Prefill:
         """Whether the cache is transformers' own."""
         return self.strategy == PLAIN
 
+    def release(self) -> None:
+        """Give up the keys and values. It can be called again."""
+        if isinstance(self.cache, SequenceKV):
+            self.cache.release()
+
 
 class CacheOptions(TypedDict, total=False):
-    """Options that `SliceCache` describes."""
+    """Options that `SliceRow` describes."""
 
     reserve_tokens: int
     stop_after: int | None
-    prefix: SharedPrefix | None
-    is_spread: bool
+    prefix: SequenceKV | None
+    is_sharded: bool
     retain: Retain | None
-    arena: Arena | None
     write_layer: WriteLayer | None
 
 
@@ -146,15 +150,12 @@ def plain_cache(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-def make_decode_cache(loaded: LoadedModel, stores: Sequence[HeadStore], tokens: int, slack: int) -> SliceCache:
-    """Make a cache of a prompt's first tokens, or of some of their heads, that has room for `slack` more."""
-    cache = SliceCache(loaded, relay(Partition((0, tokens)), 0), None)
-    cache.finish()
-    cache.adopt(stores, tokens, slack)
-    return cache
+def own_pool(loaded: LoadedModel) -> Pool:
+    """Return a pool in which each sequence has memory of its own."""
+    return Pool(loaded.shape.layers, loaded.dtype, loaded.device)
 
 
-def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
+def compute_prefix(loaded: LoadedModel, ids: Sequence[int], pool: Pool | None = None) -> SequenceKV:
     """Compute the prefix that all prompts share, once, on every rank that will use it.
 
     Raises `ModelError` if its keys depend on the length of the whole prompt.
@@ -164,16 +165,9 @@ def compute_prefix(loaded: LoadedModel, ids: Sequence[int]) -> SharedPrefix:
             f"{loaded.shape.architecture}: its rotary embedding ({kinds}) depends on the whole prompt's length, so "
             "the common prefix of prompts cannot be computed once for all of them"
         )
-    return prefix_of_cache(ids, prefill_whole(loaded, ids).cache)
-
-
-@torch.inference_mode()
-def prefix_of_cache(ids: Sequence[int], cache: SliceCache) -> SharedPrefix:
-    """Make a prefix from a cache that holds exactly these tokens."""
-    states = {layer.layer_idx: layer.packed() for layer in cache.layers if layer.shape.states}
-    stores = [layer.store for layer in cache.layers]
-    in_pages = all(store.extent is not None for store in stores if store is not None)
-    return SharedPrefix(tuple(ids), stores, states, in_pages=in_pages)
+    sequence: SequenceKV = prefill_whole(loaded, ids, pool=pool).cache
+    sequence.ids = tuple(ids)
+    return sequence
 
 
 @torch.inference_mode()
@@ -189,6 +183,7 @@ def prefill_kvr(
     spares_chain: bool = False,
     keeps_all: bool = False,
     chunk_tokens: int | None = None,
+    pool: Pool | None = None,
     **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
     """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or on other routes.
@@ -207,7 +202,8 @@ def prefill_kvr(
     keeps_all : the rank with the last slice ends with the keys and values of all tokens, even in layers with windows or
         chunks.
     chunk_tokens : every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
-    **of_cache : options of `SliceCache`, on each rank.
+    pool : for the keys and values that this rank keeps; None: memory of their own.
+    **of_cache : options of `SliceRow`, on each rank.
     """
     if partition.tokens != len(ids):
         raise PartitionError(
@@ -219,8 +215,7 @@ def prefill_kvr(
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
         prefix.check(ids)
-        partition.check_prefix(prefix.tokens)
-        known = prefix.tokens
+        partition.check_prefix(known := prefix.length)
     rotation = Rotation(chain.size)
     if last is not None:
         rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_position, last)
@@ -240,6 +235,7 @@ def prefill_kvr(
             positions = torch.cat([torch.arange(*bounds, device=loaded.device) for bounds in route.owned]).unsqueeze(0)
             positions += loaded.shape.first_position
         logits = None
+        assert cache is not None
         cache.begin()
         with contextlib.suppress(UnreadError):
             lengths = [[total_tokens(chunk) for chunk in layer.chunks] for layer in cache.layers]
@@ -248,10 +244,11 @@ def prefill_kvr(
         return logits
 
     found: torch.Tensor | Failure | None
+    cache: SliceRow | None = None
     try:
         if forwarder is not None and chain.size > 1:
             transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
-        cache = SliceCache(loaded, route, transfers, **of_cache)
+        cache = SliceRow(loaded, route, transfers, pool or own_pool(loaded), **of_cache)
         if spares_chain:
             found = attempt(run_slice, loaded.tp_group, reads_stored=True)
         else:
@@ -260,10 +257,12 @@ def prefill_kvr(
     except BaseException:
         if forwarder is not None:
             forwarder.abandon()
+        if cache is not None and cache.sequence is not None:
+            cache.sequence.release()
         raise
     failure = found if isinstance(found, Failure) else None
     if failure is not None:
-        play_on(cache)
+        complete_transfers(cache)
     failed: list[int] = []
     if spares_chain:
         digest = None if failure is not None else digest_of(ids, partition.bounds)
@@ -279,11 +278,13 @@ def prefill_kvr(
     error = None
     if failed:
         computed = [total_tokens(make(partition, place, known).owned) for place in failed]
+        if cache.sequence is not None:
+            cache.sequence.release()
         error = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
     has_logits = cache.is_decode_rank and of_cache.get("stop_after") is None and not failed
     return Prefill(
         partition,
-        None if failed or cache.share is not None else cache,
+        None if failed else cache.sequence,
         found if has_logits and not isinstance(found, Failure) else None,
         seconds,
         wait_s=wait_s,
@@ -293,18 +294,22 @@ def prefill_kvr(
         layer_times_s=layer_times_s,
         send_wait_s=send_wait_s,
         known_tokens=known,
-        share=None if failed else cache.share,
         began_s=began,
         layer_begins_s=layer_begins_s,
     )
 
 
 def prefill_whole(
-    loaded: LoadedModel, ids: Sequence[int], *, spares_chain: bool = False, **of_cache: Unpack[CacheOptions]
+    loaded: LoadedModel,
+    ids: Sequence[int],
+    *,
+    spares_chain: bool = False,
+    pool: Pool | None = None,
+    **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
     """Prefill a whole prompt on this rank as `prefill_kvr` does its slices."""
     whole = Partition((0, len(ids)))
-    return prefill_kvr(loaded, ids, whole, LocalTransport(), spares_chain=spares_chain, **of_cache)
+    return prefill_kvr(loaded, ids, whole, LocalTransport(), spares_chain=spares_chain, pool=pool, **of_cache)
 
 
 def why_no_chunks(loaded: LoadedModel) -> str | None:

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ConfigError, ModelError, Say
-from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.pool import Pool
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.kernels import forget_kernels
@@ -24,8 +24,8 @@ from kvr_mpi.prefill.exactness import Continuation, Reference, Tensors, continue
 from kvr_mpi.prefill.failure import FAILURES
 from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
-from kvr_mpi.prefill.packed import decode_packed, prefill_packed, why_never_packed
-from kvr_mpi.prefill.stored_shares import run_shares
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed, run_row, why_never_packed
+from kvr_mpi.prefill.stored_shares import run_sharded
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
@@ -229,27 +229,30 @@ def check_chunks(loaded: LoadedModel) -> None:
         )
 
 
-def why_not_packed(loaded: LoadedModel, arena: Arena | None = None) -> str | None:
+def why_not_packed(loaded: LoadedModel, pool: Pool | None = None) -> str | None:
     """Run two small documents together and alone; return why this model cannot run packed, or None.
 
     The model has to be prepared for chains (`prepare_model`).
 
-    arena : page pool of the documents that run together.
+    pool : for the keys and values of the documents that run together.
     """
     if reason := why_never_packed(loaded):
         return reason
 
     @torch.inference_mode()
     def alone(ids: Sequence[int]) -> Tensors:
-        token = torch.tensor([[NEXT_TOKEN]], device=loaded.device)
         found = [prefill_whole(loaded, prompt, reserve_tokens=1) for prompt in _cut(ids)]
-        steps = [run_model(loaded.model, token, each.cache)[0] for each in found]
+        steps = [run_row(loaded, Row([each.cache]), [NEXT_TOKEN])[0] for each in found]
         return _logits(*(each.logits for each in found), *steps)
 
     @torch.inference_mode()
     def together(ids: Sequence[int]) -> Tensors:
-        found = prefill_packed(loaded, _cut(ids), reserve_tokens=1, arena=arena)
-        steps = decode_packed(loaded, DecodeCache([each.cache for each in found]), [NEXT_TOKEN] * len(found))
+        found = prefill_packed(loaded, _cut(ids), reserve_tokens=1, pool=pool)
+        try:
+            steps = decode_packed(loaded, Row([each.cache for each in found]), [NEXT_TOKEN] * len(found))
+        finally:
+            for each in found:
+                each.release()
         return _logits(*(each.logits for each in found), *steps)
 
     why = Reference(loaded, sum(PACKED_TOKENS), alone).why_not(together, "each alone")
@@ -274,9 +277,9 @@ def check_spread(loaded: LoadedModel) -> None:
 
     def decode(rank: Transport, ids: Sequence[int]) -> torch.Tensor:
         halves = Partition.even(len(ids), rank.size)
-        share = prefill_kvr(loaded, ids, halves, rank, reserve_tokens=1, is_spread=True).share
-        assert share is not None, "its keys and values stay spread over the ranks"
-        return run_shares(loaded, [share], [token], rank)
+        found = prefill_kvr(loaded, ids, halves, rank, reserve_tokens=1, is_sharded=True)
+        # Twice in one row, as in jobs: some models count positions by their cache, which is that of several prompts.
+        return run_sharded(loaded, [found.cache] * 2, [token] * 2, rank)
 
     def spread(ids: Sequence[int]) -> Tensors:
         return {DECODED: run_local(2, lambda rank: decode(rank, ids), loaded.device)[-1][0].cpu()}

@@ -13,29 +13,35 @@ from dataclasses import replace
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.rolling import Rolling, RollingCache, check_rolling
+from kvr_mpi.kv.pool import Pool
+from kvr_mpi.kv.rolling import Rolling, check_rolling
+from kvr_mpi.kv.row import Row
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import cut_range
 from kvr_mpi.prefill.exactness import Reference, Tensors
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_alone, prefill_whole
+from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_alone, prefill_whole
+from kvr_mpi.prefill.packed import run_row
 
 # Tokens of the check before a job, and of each of its steps.
 CHECKED_TOKENS, CHECKED_STEP = 12, 5
 # Tokens and sinks of a cache that is small enough to drop tokens in this check.
 CHECKED_CACHE, CHECKED_SINKS = 6, 2
+# Length of a sequence whose memory does not grow.
+NO_LIMIT = 1 << 62
 
 
-def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> Prefill:
+def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling, pool: Pool | None = None) -> Prefill:
     """Prefill a prompt on one rank; every step has the same shapes, except for a shorter last one.
 
     The model has to be prepared for chains (`prepare_model`). If memory runs out, the result has an error and no cache.
 
     Raises `ModelError` if a layer sees more than the cache holds, and there are no sinks.
     """
-    found = prefill_alone(loaded, len(ids), lambda: _run_steps(loaded, ids, rolling), rolling=rolling)
+    check_rolling(loaded.shape, rolling, in_parts=loaded.attends_in_parts)
+    found = prefill_alone(loaded, len(ids), lambda: _run_steps(loaded, ids, rolling, pool), rolling=rolling)
     if found.error is not None:
         found.error = (
             f"a prompt of {len(ids)} tokens: not enough memory for a {rolling.name} ({found.error}); lower "
@@ -45,13 +51,20 @@ def prefill_rolling(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -
 
 
 @torch.inference_mode()
-def _run_steps(loaded: LoadedModel, ids: Sequence[int], rolling: Rolling) -> tuple[RollingCache, torch.Tensor]:
-    cache, logits = RollingCache(loaded, rolling, len(ids)), torch.empty(0)
-    for first, last in cut_range(0, len(ids), rolling.step_tokens):
-        cache.is_read = last == len(ids)
-        with contextlib.suppress(UnreadError):
-            logits = run_model(loaded.model, torch.tensor([ids[first:last]], device=loaded.device), cache)[0]
-    return cache, logits
+def _run_steps(
+    loaded: LoadedModel, ids: Sequence[int], rolling: Rolling, pool: Pool | None = None
+) -> tuple[SequenceKV, torch.Tensor]:
+    sequence, logits = SequenceKV(loaded, pool or own_pool(loaded), NO_LIMIT, rolling=rolling), torch.empty(0)
+    try:
+        for first, last in cut_range(0, len(ids), rolling.step_tokens):
+            row = Row([sequence], [last - first], reads="all" if last == len(ids) else "nothing")
+            with contextlib.suppress(UnreadError):
+                logits = run_row(loaded, row, ids[first:last])[0]
+            row.advance()
+    except BaseException:
+        sequence.release()
+        raise
+    return sequence, logits
 
 
 def prove_rolling(loaded: LoadedModel, rolling: Rolling) -> None:

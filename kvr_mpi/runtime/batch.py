@@ -244,6 +244,8 @@ def work_through(
         first_slot += len(part.lists)
     context.trace.tell("decoding", counted(context.decoder.running, "answer"))
     context.decoder.decode()
+    if not context.stop.reason:  # otherwise answers in progress are lost
+        setup.check_memory()
     context.trace.tell("waiting", "for the other ranks to end")
 
 

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from kvr_mpi.errors import AgreementError
-from kvr_mpi.kv.cache import WriteLayer
-from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.chain import WriteLayer
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefill_alone, prefill_kvr, prefix_of_cache, run_plain
+from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefill_alone, prefill_kvr, run_plain
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
@@ -40,14 +39,16 @@ class Beginning:
 
     key : `Plan.beginning` of these prompts.
     decode_rank : the rank that decodes them.
-    rows : what this rank holds of it: the prefill of a shared beginning, or its shard of a stored document.
-    prefix : the prefix as prompts use it, from the first one on.
+    prefill : of a shared beginning, on the rank that decodes.
+    sequence : what this rank keeps of it, or of a stored document; None if nothing.
+    is_continued : whether a prompt has continued it.
     """
 
     key: Hashable
     decode_rank: int
-    rows: Prefill | Share | None = None
-    prefix: SharedPrefix | None = None
+    prefill: Prefill | None = None
+    sequence: SequenceKV | None = None
+    is_continued: bool = False
 
 
 class ChainRunner:
@@ -66,7 +67,7 @@ class ChainRunner:
         self.pack_tokens = PACK_TOKENS[device.type]  # of a packed row
         self.forwarder = Forwarder(chain, device=device, recorder=recorder) if chain.size > 1 else None
         self.beginning: Beginning | None = None
-        self._opened: SharedPrefix | None = None  # the last stored prefix
+        self._opened: SequenceKV | None = None  # the last stored prefix
         self._wave_s = 0.0  # forecast for this wave's prompts, on one rank
 
     def read_plan(self, prompt: Prompt, plan: Mapping[str, Any]) -> Plan:
@@ -90,12 +91,12 @@ class ChainRunner:
             None if before is None else self.read_plan(prompt.beginning, before),
         )
 
-    def open_stored(self, prompt: Prompt) -> SharedPrefix | None:
+    def open_stored(self, prompt: Prompt) -> SequenceKV | None:
         """Open the stored prefix of a prompt, unless it is open already; None if it has none."""
         if prompt.stored is None:
             return None
         if self._opened is None or self._opened.source != prompt.stored:
-            self._opened = prompt.stored.open(prompt.ids, self.setup.loaded)
+            self._opened = prompt.stored.open(prompt.ids, self.setup.loaded, self.setup.pool)
         return self._opened
 
     def expect(self, plan: Plan) -> None:
@@ -119,18 +120,21 @@ class ChainRunner:
 
     def begin(self, plan: Plan) -> Prefill | None:
         """Release the prefix of earlier prompts, and compute or open this one's; return what this rank has computed."""
-        self.beginning = None  # answers in progress keep the rows they need
+        self._release_beginning()
         if plan.beginning is None:
             return None
         self.beginning = beginning = Beginning(plan.beginning, plan.decode_rank)
         if (before := plan.before) is None:  # its first question loads it
-            beginning.rows = share_of(self.setup, plan, self.chain.rank, self.chain.size)
+            beginning.sequence = shard_of(self.setup, plan, self.chain.rank, self.chain.size)
             return None
         is_home = self.chain.rank == before.decode_rank
         if not is_home and not before.takes_all:
             return None
         (found,) = self.prefill([before])
-        beginning.rows = found if is_home else None
+        if is_home:
+            beginning.prefill, beginning.sequence = found, found.cache
+            if found.error is None:
+                found.cache.ids = tuple(before.prompt.ids)
         return found
 
     @property
@@ -147,29 +151,41 @@ class ChainRunner:
 
         write : stores the keys and values of this rank's slice, layer by layer, if ranks store their own.
         """
-        match row[0].way:
-            case Way.CHAIN:
-                return [self._prefill_slice(row[0], write)]
-            case Way.AFTER_STORED:
-                return self._prefill_after_stored(row)
-            case Way.AFTER_SHARED:
-                return self._prefill_after_shared(row)
-        return self._prefill_alone(row, row[0].prefix)
+        prefix = row[0].prefix
+        try:
+            match row[0].way:
+                case Way.CHAIN:
+                    return [self._prefill_slice(row[0], write)]
+                case Way.AFTER_STORED:
+                    return self._prefill_after_stored(row)
+                case Way.AFTER_SHARED:
+                    return self._prefill_after_shared(row)
+            return self._prefill_alone(row, prefix)
+        finally:
+            if prefix is not None and prefix.is_stored:  # prompts keep what they share
+                prefix.unload()
 
     def end_wave(self) -> None:
         """Close the file of the last stored prefix."""
         self._opened, self._wave_s = None, 0.0
 
     def close(self) -> None:
-        """Finish all sends; every rank of the chain calls this."""
+        """Release the prefix, and finish all sends; every rank of the chain calls this."""
+        self._release_beginning()
         if self.forwarder is not None:
             self.forwarder.close()
 
-    def _prefill_alone(self, row: Sequence[Plan], prefix: SharedPrefix | None) -> list[Prefill]:
+    def _release_beginning(self) -> None:
+        """Release the prefix of earlier prompts; answers in progress keep the rows they need."""
+        if self.beginning is not None and self.beginning.sequence is not None:
+            self.beginning.sequence.release()
+        self.beginning = None
+
+    def _prefill_alone(self, row: Sequence[Plan], prefix: SequenceKV | None) -> list[Prefill]:
         """Prefill a packed row; prompts that are compressed or have a rolling cache run one by one."""
         setup = self.setup
         if setup.rolling is not None:
-            return [prefill_rolling(setup.loaded, plan.prompt.ids, setup.rolling) for plan in row]
+            return [prefill_rolling(setup.loaded, plan.prompt.ids, setup.rolling, setup.pool) for plan in row]
         retains = [setup.retain_of(plan.prompt) for plan in row]
         rows = [row] if setup.why_alone is None and not any(retains) else [[plan] for plan in row]
         return [
@@ -181,7 +197,7 @@ class ChainRunner:
                 reserve_tokens=[plan.prompt.new_tokens for plan in some],
                 prefix=prefix,
                 retain=retain,
-                arena=setup.arena,
+                pool=setup.pool,
             )
         ]
 
@@ -204,23 +220,22 @@ class ChainRunner:
             spares_chain=True,
             keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own),
             write_layer=write,
-            is_spread=self.is_spread,
+            is_sharded=self.is_spread,
             retain=setup.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
-            arena=setup.arena,
+            pool=setup.pool,
         )
 
     def _prefill_after_shared(self, row: Sequence[Plan]) -> list[Prefill]:
         """Continue the shared beginning; its time, slices and tokens count for the first prompt."""
         beginning, before = self.beginning, row[0].before
         assert beginning is not None and before is not None, "it continues the prompt that was prefilled last"
-        shared, is_first = beginning.rows, beginning.prefix is None
-        assert isinstance(shared, Prefill)
+        shared, is_first = beginning.prefill, not beginning.is_continued
+        assert shared is not None, "this rank has computed it"
         if shared.error is not None:
             return [replace(shared, partition=Partition((0, plan.prompt.tokens)), logits=None) for plan in row]
-        if is_first:
-            beginning.prefix = prefix_of_cache(before.prompt.ids, shared.cache)
-        prefills = self._prefill_alone(row, beginning.prefix)
+        beginning.is_continued = True
+        prefills = self._prefill_alone(row, beginning.sequence)
         if is_first:
             first = prefills[0]
             first.seconds += shared.seconds
@@ -232,8 +247,8 @@ class ChainRunner:
 
     def _prefill_after_stored(self, row: Sequence[Plan]) -> list[Prefill]:
         """Prefill questions about one document; every rank of the chain returns the same."""
-        document = None if self.beginning is None else self.beginning.rows
-        assert isinstance(document, Share), "they are run before another document comes"
+        document = None if self.beginning is None else self.beginning.sequence
+        assert document is not None, "they are run before another document comes"
         return prefill_stored(
             self.setup.loaded,
             [plan.prompt.ids for plan in row],
@@ -243,7 +258,7 @@ class ChainRunner:
             last=row[0].decode_rank,
         )
 
-    def _known_prefix(self, prompt: Prompt, tokens: int) -> SharedPrefix | None:
+    def _known_prefix(self, prompt: Prompt, tokens: int) -> SequenceKV | None:
         """Find the prefix of a prompt that the leader's plan uses."""
         if not tokens:
             return None
@@ -257,12 +272,12 @@ class ChainRunner:
         return found
 
 
-def share_of(setup: JobSetup, plan: Plan, rank: int, size: int) -> Share:
-    """Make a rank's shard of a stored document, over a chain of `size` ranks, without loading it."""
-    known = plan.known_tokens
+def shard_of(setup: JobSetup, plan: Plan, rank: int, size: int) -> SequenceKV:
+    """Open a rank's shard of a stored document, over a chain of `size` ranks, without reading it."""
+    known, stored = plan.known_tokens, plan.prompt.stored
+    assert stored is not None, "it is stored"
     place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
-    partition = share_out_stored(known, known, size)
     longest_question = max(len(frame.tail) for frame in setup.prompt_config.questions.values())
     longest = known + longest_question + setup.longest_answer
-    start, stop = partition.slices()[place]
-    return Share(setup.loaded, start, stop, known, longest, prefix=plan.prefix)
+    bounds = share_out_stored(known, known, size).slices()[place]
+    return stored.open(plan.prompt.ids, setup.loaded, setup.pool, bounds=bounds, longest=longest)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvr_mpi.compress.compression import size_of
 from kvr_mpi.decode.group import BatchEntry, Group, held_bytes
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
@@ -47,27 +47,25 @@ class Decoder:
         """Whether the ranks of the chain decode all their prompts together after a wave's prefill."""
         return self._batch.group.waits
 
-    def held(self, beginning: Prefill | Share | None) -> Held:
+    def held(self, beginning: SequenceKV | None) -> Held:
         """Return the memory in use on this rank, including the prefix or stored document that prompts continue."""
-        prefills = [*self._batch.prefills, *([beginning] if isinstance(beginning, Prefill) else [])]
-        document = beginning if isinstance(beginning, Share) else None
-        return Held(self._batch.running, held_bytes(prefills, document))
+        return Held(self._batch.running, held_bytes(self._batch.prefills, beginning))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Add a prefilled prompt; all ranks that hold a shard of it call this."""
         self._stop.announce()
-        is_home, share = self._batch.group.is_home(prefill), prefill.share
+        is_home, sequence = self._batch.group.is_home(prefill), prefill.cache
         if prefill.error is None and is_home:
             loaded, compression = self._setup.loaded, self._setup.compression
-            if compression is not None and prefill.retained is None and prefill.cache.is_ragged:
+            if compression is not None and prefill.retained is None and sequence.ragged:
                 with guarded(loaded.tp_group):
-                    prefill.retained = size_of(loaded, prefill.cache, str(compression.settings))
+                    prefill.retained = size_of(loaded, sequence, str(compression.settings))
             self._trace.tally.prefilled += 1
             if self._setup.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
                 self._sink.report_prefill(prompt.name, prefill, prompt.work)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
-        if share is not None and came_through and not is_home and prompt.is_final:
-            self._sink.write_share(prompt.begun_record(prefill.partition), share, prompt)
+        if self._setup.spec.is_spread and sequence is not None and came_through and not is_home and prompt.is_final:
+            self._sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
         self._deliver(self._batch.take_finished())  # do not hold back finished answers
 
     def decode(self, leave: int = 0) -> None:
@@ -124,3 +122,4 @@ class Decoder:
                 self._sink.write_record(record, prompt.document_work)
             else:
                 self._sink.write_answer(record, prompt.document_work, finished.prefill, prompt)
+            finished.prefill.release()

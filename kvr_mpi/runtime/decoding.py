@@ -92,7 +92,7 @@ def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choi
         group: Group = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":
         assert isinstance(setup.sharing, HeadSharing), "without it, ranks decode separately"
-        group = HeadGroup(setup.loaded, chain, setup.sharing.placing(chain.size), setup.arena)
+        group = HeadGroup(setup.loaded, chain, setup.sharing.placing(chain.size), setup.pool)
     else:
         return context
     return replace(context, decoder=Decoder(setup, context.sink, context.stop, context.trace, group))

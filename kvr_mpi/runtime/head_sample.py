@@ -88,4 +88,6 @@ def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compress
         if retain is None:
             continue
         found = prefill_whole(loaded, prompt.ids, retain=retain)
-        yield np.array([layer.head_counts for layer in found.cache.layers if layer.is_ragged], dtype=np.float64)
+        sequence = found.cache
+        yield np.array([sequence.counts(layer_idx) for layer_idx in sorted(sequence.ragged)], dtype=np.float64)
+        found.release()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.topology import Rotation
@@ -39,17 +39,19 @@ class Plan:
     chunk_tokens : tokens per chunk of a slice; None: whole slices.
     before : plan of its first tokens, if they are prefilled separately to be shared with other prompts.
     needs : on the leader, bytes that each rank needs during prefill; None if memory is not predicted.
+    rows : on the leader, bytes of `needs` that are keys and values in each rank's pool.
     kept : on the leader, bytes on each rank that keeps a part of the prompt until the answer is complete.
     """
 
     way: Way
     prompt: Prompt
-    prefix: SharedPrefix | None
+    prefix: SequenceKV | None
     decode_rank: int
     partition: Partition | None = None
     chunk_tokens: int | None = None
     before: Plan | None = None
     needs: Sequence[int] | None = None
+    rows: Sequence[int] = ()
     kept: Mapping[int, int] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
@@ -85,7 +87,7 @@ class Plan:
     @property
     def known_tokens(self) -> int:
         """Number of first tokens whose keys and values exist already."""
-        return self.prefix.tokens if self.prefix else 0
+        return self.prefix.length if self.prefix else 0
 
     @property
     def row_tokens(self) -> int:

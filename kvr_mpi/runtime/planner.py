@@ -10,14 +10,14 @@ from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, Say, counted
-from kvr_mpi.kv.arena import PAGE_ROWS
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.pool import PAGE_ROWS
 from kvr_mpi.kv.route import Route
+from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
 from kvr_mpi.prefill.routes import relay, relays
 from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.runtime.chain_runner import ChainRunner, share_of
+from kvr_mpi.runtime.chain_runner import ChainRunner, shard_of
 from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.topology import Rotation
 from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
@@ -57,8 +57,8 @@ class Planner:
         prefix = self._runner.open_stored(prompt) if prompt.stored is not None else None
         # The window needs queries, which a prefix does not have.
         ids = prompt.ids[:window]
-        prefix = prefix or next((one for one in self._setup.prefixes if ids[: one.tokens] == one.ids), None)
-        if prompt.shared_tokens > (prefix.tokens if prefix else 0):
+        prefix = prefix or next((one for one in self._setup.prefixes if ids[: one.length] == one.ids), None)
+        if prompt.shared_tokens > (prefix.length if prefix else 0):
             with suppress(DocumentError):  # otherwise its whole prompt is planned
                 before = self._plan(prompt.beginning, prefix, decode_rank, None)
                 plan = self._with_memory(Plan(Way.AFTER_SHARED, prompt, prefix, decode_rank, before=before))
@@ -71,11 +71,22 @@ class Planner:
         """Whether a prompt fits into the memory that is left on the ranks of the chain."""
         if plan.needs is None:  # plain transformers: memory is not predicted, so run one by one
             return False
-        spare = 0 if (arena := self._setup.arena) is None else arena.spare_bytes
         return all(
-            not need or need + held + (spare if held else 0) <= free
-            for need, held, free in zip(plan.needs, held_bytes, self._free_bytes, strict=True)
+            not need or self._has_room(free, need, rows, held)
+            for free, need, rows, held in zip(self._free_bytes, plan.needs, plan.rows, held_bytes, strict=True)
         )
+
+    def _has_room(self, free: int, need: int, rows: int, held: int) -> bool:
+        """Whether a prompt fits on a rank that holds others; nothing else can use the memory of a paged pool.
+
+        free : bytes for prompts on the rank.
+        need : bytes at the prompt's peak, including those of its `rows` in the pool.
+        """
+        pool = self._setup.pool
+        if not pool.is_paged:
+            return need + held <= free
+        own = int(pool.nbytes / max(1, self._setup.free_bytes[self.first_rank]) * free)  # as large a share on all ranks
+        return rows + held + (pool.lost_bytes if held else 0) <= own and need - rows <= free - own
 
     def fits_shared(self, held_bytes: Sequence[int], largest: int) -> bool:
         """Whether the rows of all prompts can be distributed if ranks share heads to decode them; else True.
@@ -109,10 +120,10 @@ class Planner:
         lengths = equal_time(new, [*rates[first:], *rates[:first]])
         return Partition.by_ratio(new, lengths, QUANTUM_TOKENS).after(known)
 
-    def _plan(self, prompt: Prompt, prefix: SharedPrefix | None, decode_rank: int, window: int | None) -> Plan:
+    def _plan(self, prompt: Prompt, prefix: SequenceKV | None, decode_rank: int, window: int | None) -> Plan:
         """Plan a prompt without a beginning that is prefilled for several prompts, and check that it fits."""
-        spec, known = self._spec, prefix.tokens if prefix else 0
-        is_compressed = prefix is not None and prefix.heads is not None  # one rank holds the rows that heads kept
+        spec, known = self._spec, prefix.length if prefix else 0
+        is_compressed = prefix is not None and bool(prefix.compression)  # one rank holds the rows that heads kept
         drop = self._drop_of(prompt, prefix)
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window - known):
             try:
@@ -120,7 +131,7 @@ class Planner:
             except DocumentError:
                 if self.size > 1 or is_compressed or self._setup.rolling is not None:
                     raise  # otherwise it may fit in chunks
-        is_stored = spec.questions is not None and prefix is not None and prefix.read is not None
+        is_stored = spec.questions is not None and prefix is not None and prefix.is_stored
         if spec.is_spread and (tokens := known if is_stored else prompt.tokens - known) < self.size:
             raise DocumentError(
                 f"too short: {tokens} tokens cannot be spread over {self.size} ranks, each of which needs at "
@@ -133,8 +144,12 @@ class Planner:
             partition = partition.with_last_from(window, known)
 
         def fits(chunk_tokens: int | None) -> bool:
-            routes = relays(partition, known, chunk_tokens)
-            return max(self._slice_bytes(routes, self.size - 1, prompt.new_tokens, drop)) <= min(self._free_bytes)
+            needs = self._slice_bytes(relays(partition, known, chunk_tokens), self.size - 1, prompt.new_tokens, drop)
+            rows = 0 if self._spec.is_spread else self._setup.kv_bytes(prompt.tokens + prompt.new_tokens)
+            free = min(self._free_bytes)
+            return self._has_room(free, needs[-1], rows, 0) and all(
+                self._has_room(free, each, 0, 0) for each in needs[:-1]
+            )
 
         chunks = choose_chunks(spec.chunk_tokens, self._setup.footprint, fits)
         return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, partition, chunks), drop)
@@ -149,15 +164,15 @@ class Planner:
             return True
         return tokens < LEAST_SLICE_TOKENS * self.size or (self.size == 1 and 2 * tokens <= self._runner.pack_tokens)
 
-    def _drop_of(self, prompt: Prompt, prefix: SharedPrefix | None) -> PlannedDrop | None:
+    def _drop_of(self, prompt: Prompt, prefix: SequenceKV | None) -> PlannedDrop | None:
         """Predict what compression drops from a prompt; None if nothing, or if its prefix is compressed already."""
-        compression, arena = self._setup.compression, self._setup.arena
-        if compression is None or (prefix is not None and prefix.heads is not None):
+        compression, pool = self._setup.compression, self._setup.pool
+        if compression is None or (prefix is not None and prefix.compression):
             return None
         drop = compression.planned_drop(prompt.tokens, prompt.text)
-        if drop is None or arena is None:
+        if drop is None or not pool.is_paged:
             return drop
-        return replace(drop, kv_bytes=max(0, drop.kv_bytes - arena.page_bytes))  # last pages are partly empty
+        return replace(drop, kv_bytes=max(0, drop.kv_bytes - pool.page_bytes))  # last pages are partly empty
 
     def _with_memory(self, plan: Plan, drop: PlannedDrop | None = None) -> Plan:
         """Add what a prompt needs and keeps on each rank, and refuse it if it does not fit on an empty chain.
@@ -191,7 +206,7 @@ class Planner:
         keep = range(self.size) if self._spec.is_spread and plan.takes_all else [rank]
         if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
             keep = []
-        plan = replace(plan, needs=needs, kept={each: kept[each] for each in keep})
+        plan = replace(plan, needs=needs, rows=kept, kept={each: kept[each] for each in keep})
         if before is None and footprint is not None:
             self._check_fits(plan, footprint, drop)
         return plan
@@ -208,15 +223,15 @@ class Planner:
     def _own_bytes(self, plan: Plan) -> int:
         """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
         tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self._setup
-        if plan.before is None or not setup.loaded.attends_in_parts:  # a model's own attention needs a copy
+        if plan.before is None or not setup.loaded.attends_in_parts:  # a model's own attention may need a copy
             return setup.kv_bytes(tokens)
         shared = plan.before.prompt.tokens
-        return setup.kv_bytes(tokens - (shared if setup.arena is None else shared // PAGE_ROWS * PAGE_ROWS))
+        return setup.kv_bytes(tokens - (shared if not setup.pool.is_paged else shared // PAGE_ROWS * PAGE_ROWS))
 
     def _stored_bytes(self, plan: Plan, *, is_held: bool) -> list[int]:
         """Bytes of a question's own tokens, and of each rank's shard of its document if it is not in memory."""
         ranks = range(self.size)
-        found = [0 if is_held else share_of(self._setup, plan, rank, self.size).bytes_of_rows for rank in ranks]
+        found = [0 if is_held else bytes_to_read(shard_of(self._setup, plan, rank, self.size)) for rank in ranks]
         tokens = plan.row_tokens + plan.prompt.new_tokens
         found[plan.decode_rank] += tokens * self._setup.loaded.shape.kv_bytes_per_token
         return found
@@ -236,8 +251,16 @@ class Planner:
 
     def _check_fits(self, plan: Plan, footprint: Footprint, drop: PlannedDrop | None) -> None:
         """Refuse a prompt that does not fit on an empty chain."""
-        free, prompt = min(self._free_bytes), plan.prompt
+        free, prompt, pool = min(self._free_bytes), plan.prompt, self._setup.pool
         assert plan.needs is not None
+        pairs = zip(plan.needs, plan.rows, strict=True)
+        if pool.is_paged and not all(self._has_room(free, need, rows, 0) for need, rows in pairs):
+            rest = max(plan.needs) - max(plan.rows)
+            raise DocumentError(
+                f"a prompt of {prompt.tokens} tokens does not fit: a rank has {pool.nbytes / GIB:.2f} GiB for keys and "
+                f"values and {(free - pool.nbytes) / GIB:.2f} GiB for the rest of a prefill, and one needs "
+                f"{max(plan.rows) / GIB:.2f} and {rest / GIB:.2f} GiB; use longer chains"
+            )
         if plan.way is Way.AFTER_STORED:
             needs = max(self._stored_bytes(plan, is_held=False)) + footprint.activation_bytes(plan.row_tokens)
             if needs > free:

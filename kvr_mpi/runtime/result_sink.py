@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.kv.cache import layer_kv
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.chain import layer_kv
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.work_queue import Slot
@@ -57,8 +57,8 @@ class ResultSink:
         """Store an answer, with keys and values if the job stores them, and report it."""
         layers: Layers = []
         tokens = None
-        if self.keeps_kv and prefill.share is not None:
-            layers, tokens = _stored_share(prefill.share, record, prompt, self._heads)
+        if self.keeps_kv and isinstance(prefill.cache, SequenceKV) and prefill.cache.longest is not None:
+            layers, tokens = _stored_shard(prefill.cache, record, prompt, self._heads)
         elif self.keeps_kv:
             layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
         if self._tells:
@@ -67,10 +67,10 @@ class ResultSink:
         elif tokens is not None:  # the group's first rank stores the answer
             self._writer.write(record, layers, tokens, has_record=False)
 
-    def write_share(self, record: Record, share: Share, prompt: PromptText) -> None:
+    def write_shard(self, record: Record, sequence: SequenceKV, prompt: PromptText) -> None:
         """Store this rank's shard of a prompt in the background; another rank stores the answer."""
         if self.keeps_kv:
-            self._writer.write(record, *_stored_share(share, record, prompt, self._heads), has_record=False)
+            self._writer.write(record, *_stored_shard(sequence, record, prompt, self._heads), has_record=False)
 
     def writing_slice(
         self, record: Record, bounds: tuple[int, int], prompt: PromptText
@@ -103,7 +103,7 @@ def _stored_cache(
     layers = [layer_kv(cache, layer, first) for layer in numbers]
     ids = (*prompt.ids, *record.token_ids)  # the answer's last token has no keys and values
     if prefill.retained is not None:
-        kept = {layer.layer_idx: layer.positions for layer in cache.layers if layer.is_ragged}
+        kept = {layer_idx: cache.kept_positions(layer_idx) for layer_idx in sorted(cache.ragged)}
         rows = {
             layer: HeadRows(tuple(map(len, heads)), torch.cat(heads).numpy().astype(np.int32))
             for layer, heads in kept.items()
@@ -116,12 +116,12 @@ def _stored_cache(
     return [] if held is not None else layers, None
 
 
-def _stored_share(
-    share: Share, record: Record, prompt: PromptText, held: KVHeads | None
+def _stored_shard(
+    sequence: SequenceKV, record: Record, prompt: PromptText, held: KVHeads | None
 ) -> tuple[Layers, CachedTokens]:
     """Return the keys and values of a rank's shard, and their tokens."""
-    stop = share.held_until
+    stop = sequence.length if sequence.is_last else sequence.stop
     text = min(prompt.text[0], stop), min(prompt.text[1], stop)
     ids = (*prompt.ids, *record.token_ids)[:stop]
-    layers: Layers = [share.own_kv(layer) for layer in range(len(share.layers))]
-    return layers, CachedTokens(ids, text, share.start, heads=held)
+    layers: Layers = [layer_kv(sequence, layer) for layer in range(len(sequence.layers))]
+    return layers, CachedTokens(ids, text, sequence.start, heads=held)

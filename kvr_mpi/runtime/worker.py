@@ -148,7 +148,7 @@ class ChainWorker:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
         self._context.trace.tell("waiting", "for its chain's other ranks")
         beginning = self._runner.beginning
-        held = self._context.decoder.held(None if beginning is None else beginning.rows)
+        held = self._context.decoder.held(None if beginning is None else beginning.sequence)
         parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
         self._members.barrier()  # sleeps while it waits, so that decoding ranks get the cores
         ranks = gather_json(self._members, [asdict(held), parts])

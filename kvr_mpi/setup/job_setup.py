@@ -21,11 +21,11 @@ from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, PromptText
 from kvr_mpi.errors import Say
 from kvr_mpi.job import JobSpec
-from kvr_mpi.kv.arena import Arena, pages_for
 from kvr_mpi.kv.attention import name_attention
-from kvr_mpi.kv.layer import Retain
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.chain import Retain
+from kvr_mpi.kv.pool import Pool, pages_for
 from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
@@ -46,6 +46,7 @@ class Machine:
     cores, threads : cores that this process may use, and CPU threads set in the environment.
     owner : identifies this process in the lock of an output folder.
     deadline_s : Unix time at which the batch system ends the job; None: never.
+    checks_memory : check at the end of a job that all keys and values were freed.
     """
 
     cache_dir: Path
@@ -54,6 +55,7 @@ class Machine:
     offline: bool = False
     owner: Owner = field(default_factory=this_process)
     deadline_s: float | None = None
+    checks_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,15 @@ class JobSetup:
     prefixes : computed prefixes that all prompts begin with, longest first.
     footprint : predicts a prompt's memory; None for plain transformers, whose memory is not predicted.
     free_bytes : memory that each rank of the lane may use for prompts.
+    pool : of this rank's documents.
     costs : costs of ranks and links, if chains are planned, or the way to decode is chosen by them.
     rates : rates of all ranks, if slices are cut by time.
     table : the lookup table that the job names.
     beginnings : prefixes of stored prompts, if the job reuses them.
     compression : selects the keys and values to keep for decoding; None: all are kept.
     sharing : how the ranks of a chain share heads to decode, or why they cannot; None if the job does not use that.
-    arena : page pool of this rank's documents in decoding; None: each document has its own memory.
     rolling : rolling cache of each prompt; None: whole caches.
+    checks_memory : see `Machine`.
     once_s : loading time on rank 0, if a GGUF file was converted, which later jobs need not repeat; else 0.
     """
 
@@ -82,18 +85,19 @@ class JobSetup:
     weights: str
     generation: GenerationConfig
     why_alone: str | None
-    prefixes: tuple[SharedPrefix, ...]
+    prefixes: tuple[SequenceKV, ...]
     footprint: Footprint | None
     free_bytes: list[int]
+    pool: Pool
     costs: Costs | None
     rates: list[Rates]
     table: Table | None
     beginnings: StoredBeginnings | None = None
     compression: Compression | None = None
     sharing: HeadSharing | str | None = None
-    arena: Arena | None = None
     rolling: Rolling | None = None
     once_s: float = 0.0
+    checks_memory: bool = False
 
     @property
     def decodes_together(self) -> bool:
@@ -126,9 +130,16 @@ class JobSetup:
         """Bytes of the keys and values of `tokens` tokens, in whole pages if there is a page pool."""
         if self.rolling is not None:
             return self.rolling.kv_bytes(self.loaded.shape) if tokens else 0
-        if self.arena is not None:
-            return pages_for(tokens) * self.arena.page_bytes
+        if self.pool.is_paged:
+            return pages_for(tokens) * self.pool.page_bytes
         return tokens * self.loaded.shape.kv_bytes_per_token
+
+    def check_memory(self) -> None:
+        """Check that no prompt holds memory any more, if that is wanted; raises `AssertionError`."""
+        if self.checks_memory:
+            self.pool.check_integrity(
+                block for prefix in self.prefixes for block in prefix.blocks if block.pool is self.pool
+            )
 
     def retain_of(self, prompt: PromptText) -> Retain | None:
         """Return what compression keeps of a prompt; None if all of it."""

@@ -28,11 +28,11 @@ from kvr_mpi.errors import ConfigError, ModelError, Say, counted
 from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
-from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool
 from kvr_mpi.kv.rolling import Rolling, rolling_of
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.kernels import kernel_bytes, kernels_of, name_ways
@@ -42,7 +42,7 @@ from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
-from kvr_mpi.prefill.one_prompt import compute_prefix
+from kvr_mpi.prefill.one_prompt import compute_prefix, own_pool
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
@@ -66,9 +66,8 @@ LEAST_PREFIX_TOKENS = 32  # shorter instructions are computed with every prompt,
 MOST_COUNTED = 1 << 20  # longer prompts, such as those of models without a maximum length, may need chunks in any case
 EXAMPLE_TOKENS = 8192  # slices are shown for this length if the model's configuration has no maximum length
 
-# Share of the prompt memory that is allocated at once as an extent of pages. A layer as long as an extent has its own
-# attention call, whose launch takes little of its time; shorter layers share a call.
-EXTENT_SHARE = 1 / 8
+# Least share of the prompt memory on a GPU that is allocated for keys and values; the rest is for a prompt's prefill.
+POOL_SHARE = 1 / 2
 
 
 def prepare(
@@ -116,14 +115,15 @@ def prepare(
     weights = _hash_weights(spec, machine, world, say)
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
     frames = [frame, *question_frames.values(), *([reduce_frame] if spec.prompt.too_long == "split" else [])]
-    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, say))
+    pool = own_pool(loaded)
+    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, pool, say))
     free_bytes = _room(spec, loaded, ranks, sharing)
     longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
     footprint = None
     if not spec.is_plain:
         footprint = check_together(partial(_footprint_of, loaded, *longest, min(free_bytes)))
-    extent_bytes = int(EXTENT_SHARE * free_bytes[ranks.lane.rank])
-    arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=extent_bytes) if in_pages else None
+    if in_pages:  # into which prefixes are copied
+        pool = check_together(partial(_make_pool, loaded, sum(longest), footprint, free_bytes[ranks.lane.rank]))
     is_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
     costs = measured_costs(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
     rates: list[Rates] = []
@@ -162,9 +162,10 @@ def prepare(
         beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
         compression=compression,
         sharing=sharing,
-        arena=arena,
+        pool=pool,
         rolling=rolling,
         once_s=once_s,
+        checks_memory=machine.checks_memory,
     )
 
 
@@ -312,8 +313,8 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
 
 
 def _compute_prefixes(
-    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], say: Say
-) -> tuple[SharedPrefix, ...]:
+    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], pool: Pool, say: Say
+) -> tuple[SequenceKV, ...]:
     """Compute what all prompts of a frame begin with, once for all documents."""
     is_repeated = not spec.is_plain and spec.questions is None and not spec.cache.is_rolling
     if not is_repeated or depends_on_length(loaded.model):  # then keys depend on each prompt's length
@@ -321,7 +322,7 @@ def _compute_prefixes(
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:
         say("computing the common prefix of all prompts")
-    return tuple(compute_prefix(loaded, head) for head in sorted(heads, key=len, reverse=True))
+    return tuple(compute_prefix(loaded, head, pool) for head in sorted(heads, key=len, reverse=True))
 
 
 def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
@@ -360,6 +361,20 @@ def _footprint_of(loaded: LoadedModel, max_tokens: int, new_tokens: int, free_by
     return footprint
 
 
+def _make_pool(loaded: LoadedModel, longest: int, footprint: Footprint | None, free_bytes: int) -> Pool:
+    """Make a paged pool of this rank's documents, with all memory that the longest prompt's prefill leaves.
+
+    longest : tokens of the longest prompt and its answer.
+    """
+    each = loaded.shape.kv_bytes_per_token
+    room = free_bytes
+    if footprint is not None:
+        tokens = min(longest, MOST_COUNTED, free_bytes // each)
+        room -= footprint.route_bytes(relay(Partition((0, max(1, tokens))), 0)) - tokens * each
+    pages = int(max(POOL_SHARE * free_bytes, room)) // (each * PAGE_ROWS)
+    return Pool(loaded.shape.layers, loaded.dtype, loaded.device, max(1, pages) * PAGE_ROWS)
+
+
 def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadSharing | str | None) -> list[int]:
     """Bytes for prompts on each group's rank with the least memory: most of what is free, minus copies of weights."""
     if spec.parallel.memory_gib is not None:
@@ -378,8 +393,8 @@ def try_rows(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[str | None, 
     """
     why_no_pages = None
     if loaded.device.type == "cuda" and not spec.is_spread:
-        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
-        if (why_no_pages := why_not_packed(loaded, arena)) is None:
+        trial = Pool(loaded.shape.layers, loaded.dtype, loaded.device, 2 * PAGE_ROWS)
+        if (why_no_pages := why_not_packed(loaded, trial)) is None:
             return None, True
     why_alone = why_not_packed(loaded)
     if why_alone is None and why_no_pages is not None:

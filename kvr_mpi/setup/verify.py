@@ -23,15 +23,15 @@ from pathlib import Path
 import torch
 
 from kvr_mpi.decode.group import BatchEntry, Group
-from kvr_mpi.kv.arena import Arena
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.chain import layer_kv
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, copy_layers, differences
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single, why_no_chunks
+from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr, prefill_single, why_no_chunks
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed, why_never_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.store.kv import CachedTokens
@@ -88,7 +88,10 @@ def verify(
     draw, is_root = random.Random(seed), world.rank == 0
     if exact is None:
         exact = _in_float32(loaded) if is_root and loaded.dtype != torch.float32 else loaded
-    here = _Here(loaded, exact) if is_root else None
+    most = 2 * pages_for(max(lengths) + NEW_TOKENS) + sum(
+        pages_for(length + NEW_TOKENS) for length in _lengths_of_row(loaded, max(lengths))
+    )
+    here = _Here(loaded, exact, most * PAGE_ROWS) if is_root else None
     for tokens in lengths:
         ids = loaded.shape.sample_ids(tokens, draw.randrange(1, 1 << 20), draw.randrange(1 << 20))
         if here is not None:
@@ -104,10 +107,10 @@ def verify(
                 reserve_tokens=NEW_TOKENS,
                 chunk_tokens=chunk_tokens,
                 last=0,
-                arena=None if here is None else here.arena,
+                pool=None if here is None else here.pool,
             )
             finding = None if here is None else asdict(here.compare(name, [ids], [prefill]))
-            del prefill
+            prefill.release()
             yield Comparison(**share_json(world, finding))
         row = [ids[:length] for length in _lengths_of_row(loaded, tokens)]
         finding = None
@@ -126,20 +129,21 @@ class _Here:
     """What rank 0 runs and compares.
 
     why_alone : why prompts are not packed; None if they are.
-    arena : page pool of the documents; None: each has its own memory.
+    room : tokens that a paged pool has to hold.
+    pool : of the documents.
     """
 
-    def __init__(self, loaded: LoadedModel, exact: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, exact: LoadedModel, room: int) -> None:
         self._loaded, self._exact = loaded, exact
         prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
-        self.arena, self.why_alone = None, None
+        self.pool, self.why_alone = own_pool(loaded), None
         if loaded.device.type == "cuda":
-            arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
-            self.arena = arena if why_not_packed(loaded, arena) is None else None
+            pool = Pool(loaded.shape.layers, loaded.dtype, loaded.device, room)
+            self.pool = pool if why_not_packed(loaded, pool) is None else self.pool
         # A model that is given its positions runs packed; if not, what jobs do instead would hide an error of ours.
-        if self.arena is None and "position_ids" in inspect.signature(loaded.model.forward).parameters:
+        if not self.pool.is_paged and "position_ids" in inspect.signature(loaded.model.forward).parameters:
             self.why_alone = why_never_packed(loaded)
-        elif self.arena is None:
+        elif not self.pool.is_paged:
             self.why_alone = why_not_packed(loaded)
         self._group = Group(loaded, why_alone=self.why_alone)
         self._truths: dict[tuple[int, ...], tuple[Continuation, Continuation]] = {}
@@ -159,7 +163,7 @@ class _Here:
         return [
             prefill
             for row in rows
-            for prefill in prefill_packed(self._loaded, row, reserve_tokens=NEW_TOKENS, arena=self.arena)
+            for prefill in prefill_packed(self._loaded, row, reserve_tokens=NEW_TOKENS, pool=self.pool)
         ]
 
     def ask(self, ids: Sequence[int]) -> Prefill:
@@ -176,8 +180,8 @@ class _Here:
             )
             writer.close()
             pieces = read_results([Path(name)]).places["prompt"].pieces
-            prefix = StoredPrefix("prompt", pieces, len(known)).open(ids, loaded)
-            (found,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, prefix=prefix, arena=self.arena)
+            prefix = StoredPrefix("prompt", pieces, len(known)).open(ids, loaded, self.pool)
+            (found,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, prefix=prefix, pool=self.pool)
         return found
 
     @torch.inference_mode()
@@ -193,6 +197,8 @@ class _Here:
             logits = torch.cat([self._group.run(row) for row in rows]).cpu()
             steps.append(logits)
         self._group.forget_rows()
+        for prefill in prefills:
+            prefill.release()
         found = list[Comparison]()
         for at, (prefill, (truth, plain)) in enumerate(zip(prefills, truths, strict=True)):
             assert prefill.logits is not None, "rank 0 has the last slice"

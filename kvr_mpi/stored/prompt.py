@@ -14,7 +14,8 @@ import torch
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.kv.loading import LoadedLayers
-from kvr_mpi.kv.prefix import SharedPrefix
+from kvr_mpi.kv.pool import Pool
+from kvr_mpi.kv.sequence import Pair, SequenceKV, StoredRows
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces
@@ -35,8 +36,18 @@ class StoredPrefix:
     tokens: int
     compression: str = ""
 
-    def open(self, ids: Sequence[int], loaded: LoadedModel) -> SharedPrefix:
+    def open(
+        self,
+        ids: Sequence[int],
+        loaded: LoadedModel,
+        pool: Pool,
+        *,
+        bounds: tuple[int, int] | None = None,
+        longest: int | None = None,
+    ) -> SequenceKV:
         """Return the prefix of a prompt with these ids; layers are read on demand.
+
+        bounds, longest : this rank's tokens, and the length of the longest prompt that continues it, if it is sharded.
 
         A rank of a tensor-parallel group reads its own KV heads. Files are checked when layers are read, which raises a
         `DataError` if tokens differ from `ids`, if keys and values differ from `pieces`, if shape or dtype differ from
@@ -44,10 +55,28 @@ class StoredPrefix:
         """
         ids = tuple(ids[: self.tokens])
         stored = _Stored(self, ids, loaded)
-        if self.compression:
-            return SharedPrefix(ids, (), heads=stored.heads, compression=self.compression, source=self)
-        layers = LoadedLayers(len(loaded.shape.layers), lambda number: stored.rows(number, 0, len(ids)), loaded.device)
-        return SharedPrefix(ids, layers, read=stored.rows, source=self)
+        start, stop = bounds or (0, len(ids))
+
+        def read(layer: int) -> StoredRows:
+            if self.compression:
+                return stored.heads(layer)
+            return stored.rows(layer, sequence.first_kept(layer), stop)
+
+        sequence = SequenceKV(
+            loaded,
+            pool,
+            longest or len(ids),
+            length=len(ids),
+            start=start,
+            stop=stop,
+            is_last=stop == len(ids),
+            longest=longest,
+            read=LoadedLayers(len(loaded.shape.layers), read, loaded.device).__getitem__,
+            ids=ids,
+            compression=self.compression,
+            source=self,
+        )
+        return sequence
 
 
 def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTokens]:
@@ -87,7 +116,7 @@ class _Stored:
         keys, values = self._kv.read(layer, first, last, self._own_heads)
         return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
-    def heads(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    def heads(self, layer: int) -> list[Pair] | None:
         """Read the rows that compression kept of each head; None if the layer has none."""
         if layer not in self._kv.layers:
             return None

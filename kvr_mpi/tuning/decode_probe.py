@@ -21,13 +21,12 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.head_parallel import HeadGroup, PlaceHeads
-from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.decode_cache import DecodeCache
-from kvr_mpi.kv.head_store import HeadStore
+from kvr_mpi.kv.row import Row
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.kernels import ATTENTION_SLOT
-from kvr_mpi.prefill.one_prompt import make_decode_cache, wait_for_compute
+from kvr_mpi.prefill.one_prompt import own_pool, wait_for_compute
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.transport import Transport, gather_json, share_json
 
@@ -64,19 +63,19 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
 
 
 @torch.inference_mode()
-def attention_seconds(loaded: LoadedModel, caches: Sequence[SliceCache], ranks: Transport) -> list[float]:
+def attention_seconds(loaded: LoadedModel, sequences: Sequence[SequenceKV], ranks: Transport) -> list[float]:
     """Measure each layer's attention from one token per document, on every rank at once; return the minimum.
 
-    loaded : the whole model, even if the caches of the decoded documents have only some of its heads.
+    loaded : the whole model, even if the sequences have only some of its heads.
     ranks : the ranks that start together.
     """
-    pack, kernel = DecodeCache(caches), vars(loaded.model).get(ATTENTION_SLOT)
+    row, kernel = Row(sequences), vars(loaded.model).get(ATTENTION_SLOT)
     group = loaded.model.config.get_text_config().num_attention_heads // loaded.shape.layers[0].num_kv_heads
-    best = [math.inf] * len(pack.layers)
+    best = [math.inf] * len(row.layers)
     ranks.barrier()
-    for repeat, (at, layer) in itertools.product(range(ATTENTION_REPEATS), enumerate(pack.layers)):
+    for repeat, (at, layer) in itertools.product(range(ATTENTION_REPEATS), enumerate(row.layers)):
         shape = layer.shape
-        sizes = (1, shape.num_kv_heads * group, len(caches), shape.key_dim)
+        sizes = (1, shape.num_kv_heads * group, len(sequences), shape.key_dim)
         query = torch.randn(sizes, device=loaded.device).to(loaded.dtype)
         began = time.perf_counter()
         layer.attend(query, query, query, AttentionParams(shape.key_dim**-0.5, kernel=kernel))
@@ -99,16 +98,14 @@ def kept_token_seconds(loaded: LoadedModel, chain: Transport) -> float:
 
 
 @torch.inference_mode()
-def _made_up(loaded: LoadedModel, tokens: int) -> SliceCache:
-    """Make a cache with random contents, ready to decode."""
-    before, stores = tokens - 1, list[HeadStore]()  # the token that attends is the last
-    for shape in loaded.shape.layers:
-        counts = [before] * shape.num_kv_heads
-        store = HeadStore.reserve(shape, counts, 1, before, loaded.dtype, loaded.device, is_whole=True)
+def _made_up(loaded: LoadedModel, tokens: int) -> SequenceKV:
+    """Make a sequence with random contents, ready to decode its last token."""
+    sequence = SequenceKV(loaded, own_pool(loaded), tokens, length=tokens - 1)
+    for layer_idx, shape in enumerate(loaded.shape.layers):
         sizes = [(1, shape.num_kv_heads, tokens, dim) for dim in (shape.key_dim, shape.value_dim)]
-        store.write(0, *(torch.randn(size, device=loaded.device).to(loaded.dtype) for size in sizes))
-        stores.append(store)
-    return make_decode_cache(loaded, stores, before, 1)
+        keys, values = (torch.randn(size, device=loaded.device).to(loaded.dtype) for size in sizes)
+        sequence.admit(layer_idx, 0, keys, values)
+    return sequence
 
 
 def _step_seconds(chain: Transport, step: Callable[[], object], device: torch.device) -> float:

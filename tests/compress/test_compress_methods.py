@@ -20,7 +20,7 @@ from kvr_mpi.compress.registry import FLOOR, METHODS, adakv_counts, pyramidkv_we
 from kvr_mpi.compress.scores import KERNEL, recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.cache import SliceCache
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
@@ -131,7 +131,7 @@ def settings_of(method: str, folder: Path | None = None, **more: Any) -> Compres
     return CompressSettings(**values | more)
 
 
-def prefill(compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0) -> SliceCache:
+def prefill(compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0) -> SequenceKV:
     """What the rank with the last slice has; the prompt is cut evenly, as far as the window allows."""
     loaded, ids, way = tiny(name), prompt(TOKENS), LENT[strategy]
     prepare_model(loaded.model, chain=True)
@@ -141,13 +141,14 @@ def prefill(compression: Compression, name: str, ranks: int, strategy: str = "kv
     options: dict[str, Any] = {"retain": retain, "prefix": compute_prefix(loaded, ids[:known]) if known else None}
     found = run_local(ranks, lambda rank: prefill_kvr(loaded, ids, partition, rank, way.make or relay, **options))
     (cache,) = (one.cache for one in found if one.logits is not None)
-    assert isinstance(cache, SliceCache)
+    assert isinstance(cache, SequenceKV)
     return cache
 
 
-def chosen(cache: SliceCache) -> list[list[list[int]] | None]:
+def chosen(cache: SequenceKV) -> list[list[list[int]] | None]:
     """What each head of each layer keeps; None of a layer that keeps all it has."""
-    return [[head.tolist() for head in layer.positions] if layer.is_ragged else None for layer in cache.layers]
+    layers = range(len(cache.layers))
+    return [[head.tolist() for head in cache.kept_positions(idx)] if idx in cache.ragged else None for idx in layers]
 
 
 @pytest.mark.parametrize("observes", ["question", "document"])
@@ -251,7 +252,7 @@ def test_heads_of_a_group_keep_what_those_of_one_process_keep(tmp_path: Path, me
     def keep(loaded: LoadedModel, chain: Transport) -> Any:
         compression, cut = open_compression(settings, loaded), Partition.even(TOKENS, chain.size)
         cache = prefill_kvr(loaded, prompt(TOKENS), cut, chain, retain=compression.retain(TOKENS, TEXT)).cache
-        return (chosen(cache), size_of(loaded, cache, method)) if cache.is_decode_rank else None
+        return (chosen(cache), size_of(loaded, cache, method)) if cache is not None else None
 
     wanted, size = keep(loaded, LocalTransport())
     *_, (first, one), (second, other) = on_groups(folder, 2, 2, lambda ranks, loaded: keep(loaded, ranks.lane))

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.sampling import Answer
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.one_prompt import prefill_single
@@ -91,7 +91,7 @@ def test_joining_and_leaving_at_any_step_changes_nothing(name: str) -> None:
             found[each.key] = each.answer
             ends = each.answer.finish_reason == "stop"
             held = each.key + len(each.answer.token_ids) - (0 if ends else 1)
-            assert each.prefill.cache.get_seq_length() == held
+            assert each.prefill.cache.length == held
     assert {key: answer.token_ids for key, answer in found.items()} == truths
     assert found[5].finish_reason == "stop" and len(found[5].token_ids) <= 7
 
@@ -179,7 +179,7 @@ def test_a_batch_that_does_not_fit_shrinks() -> None:
     def combined() -> int:
         """Number of rows' combined caches in memory."""
         gc.collect()
-        return sum(type(each) is DecodeCache for each in gc.get_objects())
+        return sum(type(each) is Row for each in gc.get_objects())
 
     loaded, rows, failures = ready("llama-gqa"), list[int](), list[int]()
     truths, before_it = truths_of(loaded), combined()

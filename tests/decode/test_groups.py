@@ -18,6 +18,7 @@ from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import AgreementError
+from kvr_mpi.kv.chain import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
@@ -96,9 +97,9 @@ def test_scores_and_log_probabilities_are_those_of_a_rank_alone(name: str, model
     truths, found = ask("alone", loaded, 1), ask(name, loaded, 3)
     assert written(found) == written(truths) == written(Asking([OwnGeneration()] * 3, {})("alone", loaded, 1))
     assert found[3].answer is None and "has no tokens" in str(found[3].error), "an error of one prompt"
-    if (share := found[1].prefill.share) is not None:  # what is stored has the answer, too, but its last token
-        held = share.own_kv(0)
-        assert held is not None and len(held[0]) == share.stop - share.start + NEW_TOKENS - 1
+    if (shard := found[1].prefill.cache).longest is not None:  # what is stored has the answer, too, but its last token
+        held = layer_kv(shard, 0)
+        assert held is not None and len(held[0]) == shard.stop - shard.start + NEW_TOKENS - 1
     for key, scored in ((0, 3), (1, 0), (2, 1)):
         mine, theirs = found[key].answer, truths[key].answer
         assert mine is not None and theirs is not None and len(mine.scores) == len(theirs.scores) == scored
@@ -136,7 +137,7 @@ def test_ranks_go_on_when_memory_runs_out_on_one(place: str, name: str, model: s
     hook.remove()
     if documents == 1:
         assert "rank 1, 2 of its chain ran out of memory" in str(found[0].error) and found[0].answer is None
-        assert found[0].prefill.cache is None and found[0].prefill.share is None
+        assert found[0].prefill.cache is None
     else:
         assert written(found) == truths and all(count < 0 for count in left.values())
 

@@ -199,7 +199,7 @@ def test_ranks_hold_their_share_and_no_more() -> None:
         assert isinstance(group, HeadGroup)
         rows = [int(counts[own == ranks.rank].sum()) for own, counts in zip(group.owners, group.counts, strict=True)]
         units = sum(int((own == ranks.rank).sum()) for own in group.owners)
-        held = sum(prefill.cache.held_bytes for prefill in batch.prefills)
+        held = sum(prefill.cache.nbytes for prefill in batch.prefills)
         return held, 4 * 2 * 8 * (sum(rows) + units * (NEW_TOKENS - 1)), rows
 
     (first, needs, rows), (second, other_needs, other_rows) = run_local(2, work)

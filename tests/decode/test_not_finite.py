@@ -18,7 +18,7 @@ from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
-from kvr_mpi.kv.head_store import HeadStore
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
@@ -102,7 +102,7 @@ def answers(route: str, own: OwnGeneration, due: Callable[[str, int], bool]) -> 
 def is_right(entry: BatchEntry) -> bool:
     """Whether the error names the dtype, and nothing of the prompt is kept."""
     error, prefill = str(entry.error), entry.prefill
-    return "not finite" in error and "float32" in error and prefill.cache is None and prefill.share is None
+    return "not finite" in error and "float32" in error and prefill.cache is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,7 +202,7 @@ def test_ranks_agree_on_a_failed_prompt_before_they_score(short: int) -> None:
                 Partition.even(len(IDS), 3),
                 ranks,
                 reserve_tokens=NEW_TOKENS,
-                is_spread=True,
+                is_sharded=True,
                 last=2,
                 spares_chain=True,
             )
@@ -223,10 +223,10 @@ def test_no_memory_to_distribute_heads_is_the_error_of_one_document(
     short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the rank that has it, or on one that gets a part of it."""
-    loaded, reserve = ready("llama-gqa"), HeadStore.reserve
+    loaded, reserve = ready("llama-gqa"), SequenceKV.reserve
     rank, left = threading.local(), {short: 4}
 
-    def failing(*given: Any, **how: Any) -> HeadStore:
+    def failing(*given: Any, **how: Any) -> Any:
         if getattr(rank, "is_due", False):
             left[short] -= 1
             if not left[short]:
@@ -241,7 +241,7 @@ def test_no_memory_to_distribute_heads_is_the_error_of_one_document(
         rank.is_due = ranks.rank == short
         return finish(batch), [len(batch.prefills)]
 
-    monkeypatch.setattr(HeadStore, "reserve", failing)
+    monkeypatch.setattr(SequenceKV, "reserve", failing)
     found = {key: one for answered, _ in run_local(2, work) for key, one in answered.items()}
     failed = [one for one in found.values() if one.error is not None]
     assert len(found) == 4 and len(failed) == 1 and len(set(tokens_of(found).values())) == 1

@@ -2,37 +2,99 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from models import random_model
-from rows import LENGTHS, NEW_TOKENS, alone, answer, arena_of, other_prompt, pages_read, ready
+from hypothesis import given
+from hypothesis import strategies as st
+from models import random_model, tiny
+from rows import (
+    LENGTHS,
+    NEW_TOKENS,
+    alone,
+    answer,
+    batch_of,
+    check_integrity,
+    finish,
+    other_prompt,
+    pages_of,
+    pages_read,
+    ready,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.tiny import shrink
-from kvr_mpi.kv.arena import PAGE_ROWS
-from kvr_mpi.model import LayerShape
+from kvr_mpi.kv.pool import PAGE_ROWS, Block
+from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.kv.table import PageTable
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.one_prompt import own_pool, prefill_kvr
+from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NAMES = ["llama-gqa", "llama-mha", "mistral-window", "qwen2-some-windows", "gemma2-softcap", "gpt-oss-sinks"]
 
 
-@pytest.mark.parametrize(("name", "pages"), [*((name, 8) for name in NAMES), ("mistral-window", 1)])
-def test_pages_change_no_answer(name: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, by one call for all that lie in an extent, and in the portable way, one by one where they lie."""
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, by one call for all of them, and in the portable way, one by one where they lie."""
     loaded = ready(name)
-    end = answer(loaded, None)["250"][4]
-    truth, arena = answer(loaded, None, end), arena_of(loaded, pages)
-    assert answer(loaded, arena, end) == truth and len(truth) == len(LENGTHS)
+    end = answer(loaded, own_pool(loaded))["250"][4]
+    truth, pool = answer(loaded, own_pool(loaded), end), pages_of(loaded, 8)
+    assert answer(loaded, pool, end) == truth and len(truth) == len(LENGTHS)
     assert any(len(tokens) < NEW_TOKENS for tokens in truth.values()), "one leaves early"
     with pages_read(monkeypatch) as watched:
-        assert answer(loaded, None, end) == truth and watched.paged_calls == 0
-        assert answer(loaded, arena, end) == truth
+        assert answer(loaded, own_pool(loaded), end) == truth and watched.paged_calls == 0
+        assert answer(loaded, pool, end) == truth
     assert bool(watched.paged_calls) == (name != "gemma2-softcap")
-    arena.collect()
-    assert not arena.extents, "what has left holds no memory"
+    assert not pool.taken_bytes, "what has left holds no memory"
+
+
+def test_a_layer_of_a_full_pool_attends_with_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And few other operations that a GPU launches, however many sequences there are; a table is filled once."""
+    loaded, steps = ready("llama-gqa"), 6
+    pool, layers, filled, counts = pages_of(loaded, 12), len(loaded.shape.layers), [0], list[int]()
+    fill = PageTable.fill
+    monkeypatch.setattr(PageTable, "fill", lambda *given: (filled.append(1), fill(*given))[1])
+    with pages_read(monkeypatch) as watched:
+        for many in (1, 6):
+            batch, prompts = batch_of(loaded, steps + 1), [other_prompt(250 + at) for at in range(many)]
+            for ids, prefill in zip(prompts, prefill_packed(loaded, prompts, reserve_tokens=9, pool=pool), strict=True):
+                batch.add(len(ids), prefill, ids, 0)
+            batch.step()
+            before, filled[:] = watched.paged_calls, []
+            with Launches() as launched:
+                for _ in range(3):
+                    batch.step()
+            assert watched.paged_calls == before + 3 * layers and not filled
+            counts.append(sum(launched.of_cache.values()) // 3 // layers)
+            for one in finish(batch).values():
+                one.prefill.release()
+    assert counts[0] == counts[1] <= 13, "the attention call and 12 others"
+    check_integrity(pool)
+    with pytest.raises(MemoryError, match="contiguous pages"):
+        SequenceKV(loaded, pool, 13 * PAGE_ROWS).open(0), SequenceKV(loaded, pool, 30 * PAGE_ROWS).open(1)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that launch kernels on a GPU, within calls of the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_cache = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: Any = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.endswith(("kv/layer.py", "kv/row.py")):
+            frame = frame.f_back
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if frame is not None and not is_view and func is not torch.ops.aten.empty.memory_format:
+            self.of_cache[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_values_of_another_size_than_keys_are_not_read_by_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,68 +103,45 @@ def test_values_of_another_size_than_keys_are_not_read_by_flash_attention(monkey
     loaded = ready(random_model(config))
     assert all(layer.key_dim != layer.value_dim for layer in loaded.shape.layers)
     with pages_read(monkeypatch) as watched:
-        assert answer(loaded, arena_of(loaded, 8)) == answer(loaded, None) and not watched.paged_calls
+        assert answer(loaded, pages_of(loaded, 8)) == answer(loaded, own_pool(loaded)) and not watched.paged_calls
 
 
 def test_after_a_chain_the_last_rank_alone_has_pages() -> None:
     loaded, ids = ready("llama-gqa"), other_prompt(300)
-    arenas = [arena_of(loaded, 4) for _ in range(3)]
+    pools = [pages_of(loaded, 4) for _ in range(3)]
     partition = Partition((0, 120, 220, 300))
 
     def work(rank: LocalTransport) -> Any:
-        return prefill_kvr(loaded, ids, partition, rank, reserve_tokens=4, arena=arenas[rank.rank])
+        return prefill_kvr(loaded, ids, partition, rank, reserve_tokens=4, pool=pools[rank.rank])
 
-    *_, last = run_local(3, work)
+    *others, last = run_local(3, work)
     whole = alone(loaded, ids, 4)
     assert last.logits is not None and whole.logits is not None
     torch.testing.assert_close(last.logits, whole.logits, atol=1e-4, rtol=1e-4)
-    assert [len(arena.extents) for arena in arenas] == [0, 0, 1]
-    for layer, truth in zip(last.cache.layers, whole.cache.layers, strict=True):
-        torch.testing.assert_close(layer.store.rows(0, 300), truth.store.rows(0, 300), atol=1e-5, rtol=1e-5)
-    assert last.cache.held_bytes == 2 * arenas[2].page_bytes, "each head has two pages"
+    assert not any(one.cache for one in others) and not any(pool.taken_bytes for pool in pools[:2])
+    for layer in range(len(loaded.shape.layers)):
+        rows = last.cache.rows(layer, 0, 300), whole.cache.rows(layer, 0, 300)
+        torch.testing.assert_close(*rows, atol=1e-5, rtol=1e-5)
+    assert last.cache.nbytes == 2 * pools[2].page_bytes, "each head has two pages"
+    last.release()
+    check_integrity(pools[2])
 
 
-def test_pages_are_used_again_when_the_last_view_is_gone() -> None:
-    loaded = ready("llama-gqa")
-    arena, shape = arena_of(loaded, 1), loaded.shape.layers[0]  # two heads, three layers: six pages to an extent
-    first, second = arena.take(shape, 2), arena.take(shape, 1)
-    assert (first.row, second.row) == (0, 2 * PAGE_ROWS) and first.extent is second.extent
-    held = first.values[0, 5:7]  # as a writer, or a transfer, would hold it
-    held.fill_(7.0)
-    del first
-    third = arena.take(shape, 3)
-    assert third.row == 3 * PAGE_ROWS and third.extent is second.extent
-    fourth = arena.take(shape, 1)
-    assert fourth.extent is not second.extent and bool((held == 7.0).all()), "one view is left"
-    del held
-    fifth = arena.take(shape, 6)
-    assert fifth.extent not in (second.extent, fourth.extent)
-    arena.collect()
-    sixth = arena.take(shape, 2)
-    assert sixth.row == 0 and sixth.extent is second.extent
-    seventh = arena.take(shape, 7)
-    assert seventh.extent is not None and seventh.extent.pages == 7, "a long document has an extent of just its size"
-    del second, third, fourth, fifth, sixth
-    arena.collect()
-    assert [extent.pages for extent in arena.extents] == [7]
-    wide = arena.take(LayerShape(2, 16, 16), 1)  # a layer with other heads has extents of its own
-    assert wide.extent not in (None, seventh.extent) and wide.keys.shape == (1, PAGE_ROWS, 16)
-
-
-def test_no_memory_for_an_extent_is_memory_for_a_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = ready("llama-gqa")
-    arena, asked = arena_of(loaded, 64), []
-
-    def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        asked.append(count * dtype.itemsize // arena.page_bytes)
-        if asked[-1] > room:
-            raise MemoryError("no bytes for keys and values")
-        return torch.empty(count, dtype=dtype)
-
-    monkeypatch.setattr("kvr_mpi.kv.arena.make_flat", make_flat)
-    shape, room = loaded.shape.layers[0], 10
-    taken = arena.take(shape, 18)
-    assert taken.extent is not None and taken.extent.pages == 18 and asked == [64, 3]
-    room = 2
-    with pytest.raises(MemoryError):
-        arena.take(shape, 18)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "hold", "release"]), st.integers(1, 700)), max_size=40))
+def test_random_lives_of_blocks_lose_and_overlap_nothing(actions: list[tuple[str, int]]) -> None:
+    loaded = tiny("llama-gqa")
+    pool, held = pages_of(loaded, 3), list[Block]()
+    for action, number in actions:
+        if action == "allocate":
+            with suppress(MemoryError):
+                held.append(pool.allocate((8, 8), number))
+        elif held and action == "hold":
+            held.append(held[number % len(held)].hold())
+        elif held:
+            held.pop(number % len(held)).release()
+        pool.check_integrity(held)
+    for block in held:
+        block.release()
+    assert not pool.taken_bytes
+    with pytest.raises(AssertionError, match="has 1 holders, 0 of them known"):
+        (pool.allocate((8, 8), 5), pool.check_integrity([]))

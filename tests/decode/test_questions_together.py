@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +16,12 @@ from rows import batch_of, count_down, finish, ready, run_out_at, tokens_of
 from kvr_mpi.decode.group import held_bytes
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.cache import layer_kv
-from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.chain import layer_kv
+from kvr_mpi.kv.sequence import SequenceKV, bytes_of
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
+from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
@@ -52,17 +51,25 @@ class StoredRows:
     layers: list[torch.Tensor]
     reads: list[tuple[int, int, int, int]] = field(default_factory=list)
 
-    def open_on(self, chain: Transport, longest_question: int) -> Share:
-        """This rank's share, the last rank having the last one."""
+    def open_on(
+        self, chain: Transport, longest_question: int, check: Callable[[int], None] = lambda number: None
+    ) -> SequenceKV:
+        """This rank's shard, the last rank having the last one."""
 
-        def read(number: int, first: int, last: int) -> torch.Tensor:
-            self.reads.append((chain.rank, number, first, last))
-            return self.layers[number][first:last].clone()
+        def read(number: int) -> torch.Tensor:
+            check(number)
+            first = document.first_kept(number)
+            self.reads.append((chain.rank, number, first, stop))
+            return self.layers[number][first:stop].clone()
 
         known, place = len(self.ids), chain.rank
         start, stop = share_out_stored(known, known, chain.size).slices()[place]
-        prefix, longest = SharedPrefix(tuple(self.ids), (), read=read), known + longest_question
-        return Share(self.loaded, start, stop, known, longest, prefix=prefix)
+        bounds: dict[str, Any] = {"length": known, "start": start, "stop": stop, "is_last": stop == known}
+        longest = known + longest_question
+        document = SequenceKV(
+            self.loaded, own_pool(self.loaded), longest, longest=longest, read=read, ids=self.ids, **bounds
+        )
+        return document
 
 
 def store_rows(loaded: LoadedModel, tokens: int) -> StoredRows:
@@ -135,10 +142,9 @@ def test_a_rank_holds_its_share_once_for_all_questions(ranks: int) -> None:
     share = 240 // ranks * each
     for rank, asked in enumerate(run_local(ranks, lambda chain: ask(stored, prompts, [slice(None)], chain))):
         follows = 10 * (20 + NEW_TOKENS) * each if rank == ranks - 1 else 0
-        assert asked.document._loading is None, "its file is closed"
-        assert sum(store.nbytes for store in asked.document.stores) == share <= 1.1 * 240 * each / ranks
+        assert asked.document._read is None, "its file is closed"
+        assert bytes_of([asked.document]) == share <= 1.1 * 240 * each / ranks
         assert asked.held_bytes == share + follows
-        assert {prefill.share.document for prefill in asked.prefills if prefill.share} == {asked.document}
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
@@ -148,25 +154,20 @@ def test_a_share_that_cannot_be_read_fails_its_questions_on_all_ranks(is_damaged
     due = {1}
 
     def work(chain: Transport) -> list[list[Prefill]]:
-        document = stored.open_on(chain, LONGEST)
-        read = document.prefix.read
-        assert read is not None
-
-        def read_or_fail(number: int, first: int, last: int) -> torch.Tensor | None:
+        def fail(number: int) -> None:
             if number == 1 and chain.rank in due:
                 due.discard(chain.rank)
                 raise DataError("layer_001/keys is damaged") if is_damaged else MemoryError("no room for a layer")
-            return read(number, first, last)
 
-        document.prefix = replace(document.prefix, read=read_or_fail)
+        document = stored.open_on(chain, LONGEST, fail)
         options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS], "last": 2}
         return [prefill_stored(stored.loaded, [ids], document, chain, **options) for ids in prompts[:2]]
 
     said = "layer_001/keys is damaged" if is_damaged else "rank 1 of its chain ran out of memory"
     for first, second in run_local(3, work):
         failed = [*first, *second] if is_damaged else first
-        assert all(one.share is None and one.logits is None and said in str(one.error) for one in failed)
-        assert is_damaged or all(one.error is None and one.share is not None for one in second)
+        assert all(one.cache is None and one.logits is None and said in str(one.error) for one in failed)
+        assert is_damaged or all(one.error is None and one.cache is not None for one in second)
 
 
 @pytest.mark.parametrize("place", ["layers.0", "layers.1.self_attn.o_proj", "layers.1.mlp", "lm_head"])
@@ -188,7 +189,7 @@ def test_questions_without_memory_are_run_in_halves_or_are_errors_on_all_ranks(p
     hook.remove()
     assert sorted((rank, layer) for rank, layer, *_ in stored.reads) == [(at // 3, at % 3) for at in range(9)]
     for failed, *answered in ranks:
-        assert failed.share is None and "rank 1 of its chain ran out of memory" in str(failed.error)
-        assert all(one.error is None and one.share is not None for one in answered)
+        assert failed.cache is None and "rank 1 of its chain ran out of memory" in str(failed.error)
+        assert all(one.error is None and one.cache is not None for one in answered)
     for prefill, whole in zip(ranks[-1][1:], wholes[1:], strict=True):
         torch.testing.assert_close(prefill.logits, whole, rtol=1e-4, atol=1e-4)

@@ -15,7 +15,8 @@ from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.prefill.exactness import continued
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
 
 IDS = prompt(40)
@@ -59,7 +60,7 @@ def test_scores_are_transformers_own(name: str) -> None:
     is_greedy = [score.is_greedy for score in scored(loaded, prefill, [greedy, f"{greedy} 5", f"{greedy} 6"])]
     assert is_greedy[0] and not all(is_greedy), "only if each of its tokens is the likeliest"
     # The cache is as it was: what is decoded from it now is what would have been decoded without.
-    after, before = (run_model(loaded.model, torch.tensor([[3]]), one.cache)[0] for one in (prefill, untouched))
+    after, before = (continued(loaded.model, one, 1, [3]).steps[0] for one in (prefill, untouched))
     torch.testing.assert_close(after, before, atol=CLOSE, rtol=1e-5)
 
 

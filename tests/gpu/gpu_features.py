@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ from gpu_machine import random_model
 from gpu_steps import Absent, Figures, Given
 
 from benchmarks.kept import keep_only
-from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import attend, why_no_flex
-from kvr_mpi.kv.decode_cache import DecodeCache
 from kvr_mpi.kv.flex import suits_flex
-from kvr_mpi.kv.head_store import HeadStore
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool
 from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.kv.row import Row
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
@@ -69,19 +68,21 @@ def ragged_heads_are_exact(given: Given) -> Figures:
     draw = torch.Generator(device).manual_seed(0)
     for dim, kept in ((64, (700, 31, 1500, 1500)), (128, (5, 9, 9, 2)), (256, (1, 1, 1, 1))):
         shape, origin = LayerShape(4, dim, dim), 2000
-        arena, params = Arena([shape], torch.bfloat16, device, extent_bytes=1 << 26), AttentionParams(dim**-0.5)
-        store = HeadStore.reserve(shape, kept, 3, origin, torch.bfloat16, device, arena)
-        for rows in (rows for run in store.runs for rows in (run.keys, run.values)):
-            rows.copy_(torch.randn(rows.shape, generator=draw, device=device))
-        document: Any = SimpleNamespace(layers=[SimpleNamespace(store=store)], length=origin, device=device)
-        row = DecodeCache([document])
-        row.on_device = torch.tensor([origin], device=device)
+        params, like = AttentionParams(dim**-0.5), random_model(given, **SMALL)
+        pool = Pool([shape], torch.bfloat16, device, 8 * PAGE_ROWS)
+        sequence = SequenceKV(like, pool, origin + 3, shapes=[shape], length=origin)
+        for span in sequence.reserve(0, kept):
+            for rows in (span.keys, span.values):
+                rows.copy_(torch.randn(rows.shape, generator=draw, device=device))
+        row = Row([sequence])
         fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
         row.layers[0].update(fresh[0], fresh[1])
         query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
         found = row.layers[0].attend(query, fresh[0], fresh[1], params)
+        row.advance()
         for head in range(4):
-            keys, values = (rows[None, None] for rows in store.head_rows(head, origin + 1))
+            (pair,) = sequence.head_pieces(0, head)
+            keys, values = (rows[None, None] for rows in pair)
             group = slice(4 * head, 4 * head + 4)
             out, _ = truth_of(query[:, group], keys, values, params, None, None)
             error = float((found[:, group].double() - out).abs().max() / out.abs().max())
@@ -89,15 +90,15 @@ def ragged_heads_are_exact(given: Given) -> Figures:
             worst = max(worst, error)
     loaded = random_model(given, **SMALL)
     prepare_model(loaded.model, chain=True)
-    arena = Arena(loaded.shape.layers, loaded.dtype, device, extent_bytes=1 << 30)
+    pool = Pool(loaded.shape.layers, loaded.dtype, device, 64 * PAGE_ROWS)
     mine, alone = (
-        [each.cache for each in prefill_packed(loaded, _prompts(given, loaded), reserve_tokens=STEPS, arena=own)]
-        for own in (arena, None)
+        [each.cache for each in prefill_packed(loaded, _prompts(given, loaded), reserve_tokens=STEPS, pool=own)]
+        for own in (pool, None)
     )
     for cache in mine:  # of heads that keep all their tokens nothing may change
         every = torch.arange(cache.length, device=device)
         keep_only(cache, [[every] * layer.num_kv_heads for layer in loaded.shape.layers], STEPS)
-    ragged, whole, most = DecodeCache(mine), DecodeCache(alone), 0.0
+    ragged, whole, most = Row(mine), Row(alone), 0.0
     for at in range(STEPS):
         tokens = [(11 * at + place) % 500 for place in range(len(mine))]
         logits = (decode_packed(loaded, cache, tokens) for cache in (ragged, whole))

@@ -20,14 +20,15 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.step_graph import STEPS_BEFORE, STEPS_CHECKED
-from kvr_mpi.kv.arena import Arena
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.fused import FusedForward
 from kvr_mpi.model.kernels import kernels_of
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single, prefill_whole
-from kvr_mpi.setup.prepare import EXTENT_SHARE
+from kvr_mpi.prefill.packed import run_row
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 CONTEXTS = (16_384, 32_768)
@@ -96,16 +97,16 @@ def decode_together(given: Given) -> Figures:
 def _step_seconds(given: Given, loaded: LoadedModel, sequences: int, way: str) -> tuple[float, str | None]:
     """Seconds of a step, after some; and why it is not recorded as a CUDA graph, if it is not."""
     tokens = PROMPT // 16 if given.is_small else PROMPT
-    arena = None
+    pool = None
     if way != "own memory":
-        room = torch.cuda.mem_get_info(loaded.device)[0] if given.kind == "cuda" else 0
-        arena = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=int(EXTENT_SHARE * room))
+        room = sequences * PAGE_ROWS * pages_for(tokens + 4 * STEPS)
+        pool = Pool(loaded.shape.layers, loaded.dtype, loaded.device, room)
     config = GenerationConfig(do_sample=False, eos_token_id=None)
     batch = DecodeBatch(loaded, config, stop=(), max_new_tokens=4 * STEPS)
     ids = loaded.shape.sample_ids(tokens, 7, 3)
     for sequence in range(sequences):
         prefill = prefill_kvr(
-            loaded, ids, Partition((0, tokens)), LocalTransport(), reserve_tokens=4 * STEPS, arena=arena
+            loaded, ids, Partition((0, tokens)), LocalTransport(), reserve_tokens=4 * STEPS, pool=pool
         )
         batch.add(str(sequence), prefill, ids, sequence)
     for _ in range(STEPS_BEFORE + STEPS_CHECKED + 2):
@@ -141,7 +142,6 @@ def where_time_goes(given: Given) -> Figures:
     folder.mkdir(parents=True, exist_ok=True)
     ids = loaded.shape.sample_ids(tokens, 7919, 13)
     held = prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport(), reserve_tokens=4)
-    token = torch.tensor([[1]], device=device)
 
     def on_four() -> object:
         return run_local(4, lambda rank: prefill_kvr(loaded, ids, Partition.even(tokens, 4), rank), device)
@@ -150,7 +150,7 @@ def where_time_goes(given: Given) -> Figures:
     for name, work in (
         ("prefill, 1 rank", lambda: prefill_kvr(loaded, ids, Partition((0, tokens)), LocalTransport())),
         ("prefill, 4 ranks", on_four),
-        ("a step", lambda: run_model(loaded.model, token, held.cache)[0]),
+        ("a step", lambda: run_row(loaded, Row([held.cache]), [1])),
     ):
         work()  # what is only done once
         with profile(acc_events=True, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiled:

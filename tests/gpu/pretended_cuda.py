@@ -25,7 +25,6 @@ import torch
 from fake_flash import DENSE, VARLEN, arguments_of, attend_as, check_flash
 from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.dlpack import from_dlpack  # type: ignore[attr-defined]
 
 import kvr_mpi.transport.staging  # noqa: F401 - names a type of torch.cuda's, before that is another
 from kvr_mpi.model import LoadedModel
@@ -509,9 +508,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
-    monkeypatch.setattr(
-        "kvr_mpi.kv.arena.share_memory", lambda tensor: gpus.put(from_dlpack(tensor.on_cpu), tensor.device)
-    )
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 33, 1 << 34))

@@ -18,8 +18,9 @@ from pretended_cuda import CPU, PretendedCuda
 from benchmarks import links
 from kvr_mpi.errors import TransportError
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import continued
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.runtime.chain_runner import MOST_GPU_WAIT_S
 from kvr_mpi.transport.choose import warm_up
@@ -39,13 +40,7 @@ def on_gpus(gpus: PretendedCuda, loaded: LoadedModel, size: int) -> list[LoadedM
 
 @torch.inference_mode()
 def greedy_there(loaded: LoadedModel, prefill: Prefill) -> list[int]:
-    tokens: list[int] = []
-    logits = prefill.logits
-    for _ in range(NEW_TOKENS):
-        assert logits is not None
-        tokens.append(int(logits.argmax()))
-        logits = run_model(loaded.model, torch.tensor([[tokens[-1]]], device=loaded.device), prefill.cache)[0]
-    return tokens
+    return continued(loaded.model, prefill, NEW_TOKENS).tokens
 
 
 def prompts_on(chain: NcclTransport, loaded: LoadedModel, ids: list[int]) -> list[list[int]]:

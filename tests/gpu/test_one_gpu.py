@@ -20,10 +20,10 @@ from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv import attention, flex
-from kvr_mpi.kv.arena import Arena
 from kvr_mpi.kv.attention import AttentionParams, attend
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool
 from kvr_mpi.kv.rolling import Rolling
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -93,32 +93,32 @@ def run_packed(loaded: LoadedModel) -> list[Prefill]:
     return prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4)
 
 
-Row = tuple[LoadedModel, DecodeCache]
+Run = tuple[LoadedModel, Row]
 
 
-def make_row(loaded: LoadedModel) -> Row:
-    return loaded, DecodeCache([prefill.cache for prefill in run_packed(loaded)])
+def make_row(loaded: LoadedModel) -> Run:
+    return loaded, Row([prefill.cache for prefill in run_packed(loaded)])
 
 
-def make_row_of_pages(loaded: LoadedModel, keeps_all: bool = True) -> Row:
+def make_row_of_pages(loaded: LoadedModel, keeps_all: bool = True) -> Run:
     """Documents lie in pages; a step copies their lengths to the GPU once, for all layers."""
-    arena = Arena(loaded.shape.layers, loaded.dtype, GPU, extent_bytes=1 << 24)
-    prefills = prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4, arena=arena)
+    pool = Pool(loaded.shape.layers, loaded.dtype, GPU, 8 * PAGE_ROWS)
+    prefills = prefill_packed(loaded, [prompt(40), prompt(30)], reserve_tokens=4, pool=pool)
     caches = [prefill.cache for prefill in prefills]
     if not keeps_all:
         for cache in caches:
             kept = [torch.arange(3 + head, device=GPU) for head in range(loaded.shape.layers[0].num_kv_heads)]
-            for layer in cache.layers:
-                cache.admit(layer, kept, 4)
-    return loaded, DecodeCache(caches)
+            for layer_idx in range(len(cache.layers)):
+                cache.admit(layer_idx, 0, *cache.rows(layer_idx, 0, cache.length), kept)
+    return loaded, Row(caches)
 
 
-def make_row_of_heads(loaded: LoadedModel) -> Row:
+def make_row_of_heads(loaded: LoadedModel) -> Run:
     """Heads keep tokens of their own."""
     return make_row_of_pages(loaded, keeps_all=False)
 
 
-def step(row: Row) -> torch.Tensor:
+def step(row: Run) -> torch.Tensor:
     return decode_packed(*row, [3, 4])
 
 
@@ -164,7 +164,7 @@ def test_nothing_waits_for_the_gpu_in_a_layer(
 def run_compressed(loaded: LoadedModel, **settings: Any) -> Prefill:
     retain = open_compression(CompressSettings(budget=16, **settings), loaded).retain(40, (0, 36))
     found = prefill_whole(loaded, prompt(40), reserve_tokens=4, retain=retain)
-    kept = [count for layer in found.cache.layers for count in layer.head_counts]
+    kept = [count for idx in range(len(found.cache.layers)) for count in found.cache.counts(idx)]
     assert sum(kept) == 16 * len(kept)
     return found
 
@@ -197,7 +197,8 @@ def test_layers_that_wait_for_their_counts_are_planned_with(gpu: PretendedCuda) 
     assert retain is not None and drop is not None
 
     def watched(layer: Any, choose: Any = retain.choose) -> Any:
-        held.append(layer.cache.held_bytes)
+        slabs = sum(each.slab.nbytes for each in layer.cache.layers if each.slab is not None)
+        held.append(slabs + layer.cache.sequence.nbytes)
         return choose(layer)
 
     prefill_whole(loaded, prompt(400), reserve_tokens=4, retain=replace(retain, choose=watched))

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from models import tiny
 
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
-from kvr_mpi.kv.prefix import SharedPrefix
-from kvr_mpi.model import LayerShape
+from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.prefill.one_prompt import own_pool
 
 
 def test_layers_are_read_ahead_once_and_forgotten() -> None:
@@ -49,13 +50,14 @@ def test_layers_for_a_gpu_are_read_into_page_locked_memory(monkeypatch: pytest.M
     told = list[tuple[str, Any]]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: told.append((threading.current_thread().name, gpu)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: told.append(("locked", rows.shape)) or rows)
-    layers = LoadedLayers(3, lambda number: None if number == 1 else torch.full((2, 3), 1.0 + number), device)
-    prefix, shape = SharedPrefix((5, 6), layers), LayerShape(1, 1, 2)
-    stores = [prefix.store(number, shape, torch.device("cpu"), None) for number in range(3)]
-    assert stores[1] is None and stores[2] is not None
-    assert all(rows.eq(3.0).all() for rows in stores[2].rows(0, 2))
+    loaded = tiny("llama-gqa")
+    layers = LoadedLayers(3, lambda number: torch.full((2, loaded.shape.layers[0].elements), 1.0 + number), device)
+    prefix = SequenceKV(loaded, own_pool(loaded), 2, length=2, stop=2, read=layers.__getitem__)
+    for number in range(3):
+        prefix.open(number)
+    assert all(rows.eq(3.0).all() for rows in prefix.rows(2, 0, 2))
     is_gpu = device is not None and device.type == "cuda"
-    assert told == ([("kvr-loading_0", device), *[("locked", (2, 3))] * 2] if is_gpu else [])
+    assert told == ([("kvr-loading_0", device), *[("locked", (2, 32))] * 3] if is_gpu else [])
 
 
 def test_waits_are_told_apart_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

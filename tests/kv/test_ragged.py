@@ -12,19 +12,20 @@ import pytest
 import torch
 from chains import chain, greedy
 from models import prompt, tiny
-from rows import Numbers, alone, arena_of, batch_of, finish, long_rope, other_prompt, pages_read, ready, steps_recorded
+from rows import Numbers, alone, batch_of, finish, long_rope, other_prompt, pages_of, pages_read, ready, steps_recorded
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from benchmarks.kept import keep_only
 from kvr_mpi.decode import step_graph
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.arena import Arena
+from kvr_mpi.kv.pool import Pool
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.exactness import continued
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.packed import prefill_packed, run_row
 
 NEW_TOKENS = 14
 LENGTHS = [30, 61, 18, 47]
@@ -105,7 +106,7 @@ def test_logits_are_those_of_a_masked_dense_reference(name: str, alike: bool) ->
         keep_only(prefill.cache, retained, len(tokens))
     torch.testing.assert_close(logits_after(loaded, one_by_one, tokens), truth, atol=1e-4, rtol=0)
     with torch.inference_mode():
-        found = run_model(loaded.model, torch.tensor([tokens]), at_once.cache)[0]
+        found = run_row(loaded, Row([at_once.cache], [len(tokens)]), tokens)[0]
     torch.testing.assert_close(found, truth[-1], atol=1e-4, rtol=0)
     everything = reference(loaded, ids, [None] * len(loaded.shape.layers), tokens)
     assert float((truth - everything).abs().max()) > 1e-2, "dropping changes nothing: the test sees nothing"
@@ -136,7 +137,7 @@ def test_after_a_chain_the_old_memory_is_gone() -> None:
     gc.disable()
     try:
         prefill = chain(loaded, ids, (0, 25, 45, 60), reserve=NEW_TOKENS)
-        held = StorageWeakRef(prefill.cache.layers[0].store.runs[0].keys.untyped_storage())
+        held = StorageWeakRef(prefill.cache.layers[0][0].keys.untyped_storage())
         keep_only(prefill.cache, retained := choose(loaded, 60), NEW_TOKENS)
         assert held.expired()
     finally:
@@ -145,8 +146,8 @@ def test_after_a_chain_the_old_memory_is_gone() -> None:
     torch.testing.assert_close(logits_after(loaded, prefill, tokens), truth, atol=1e-4, rtol=0)
 
 
-def compressed(loaded: LoadedModel, tokens: int, arena: Arena | None = None) -> Prefill:
-    (prefill,) = prefill_packed(loaded, [other_prompt(tokens)], reserve_tokens=NEW_TOKENS, arena=arena)
+def compressed(loaded: LoadedModel, tokens: int, pool: Pool | None = None) -> Prefill:
+    (prefill,) = prefill_packed(loaded, [other_prompt(tokens)], reserve_tokens=NEW_TOKENS, pool=pool)
     if tokens != 18:  # one stays whole among the others
         keep_only(prefill.cache, choose(loaded, tokens), NEW_TOKENS)
     return prefill
@@ -157,19 +158,19 @@ def compressed(loaded: LoadedModel, tokens: int, arena: Arena | None = None) -> 
     [
         ("qwen2", 0, False),
         ("gemma2-softcap", 0, False),
-        ("llama-gqa", 1, False),
+        ("llama-gqa", 8, False),
         ("qwen2", 40, False),
         ("llama-gqa", 0, True),
     ],
 )
 def test_in_company_answers_are_the_same(name: str, pages: int, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory of their own, in pages (one to an extent, or many) in recorded steps; after a step taken back."""
+    """In memory of their own, in pages  in recorded steps; after a step taken back."""
     monkeypatch.setattr(step_graph, "STEPS_BEFORE", 0)
     graphs, failures = steps_recorded(monkeypatch), 0
     loaded, batch = ready(name), batch_of(ready(name), NEW_TOKENS)
-    arena = arena_of(loaded, pages) if pages else None
+    pool = pages_of(loaded, pages) if pages else None
     for tokens in LENGTHS:
-        batch.add(tokens, compressed(loaded, tokens, arena), other_prompt(tokens), 0)
+        batch.add(tokens, compressed(loaded, tokens, pool), other_prompt(tokens), 0)
 
     def crowded(module: Any, inputs: Any) -> None:
         nonlocal failures
@@ -219,10 +220,10 @@ def test_what_cannot_be_kept_is_refused_and_changes_nothing() -> None:
         keep_only(prefill.cache, [[torch.arange(20)]] * 3, 4)
     with pytest.raises(ModelError, match="layer 0 sees a window of 16 tokens"):
         keep_only(alone(ready("mistral-window"), ids).cache, [[torch.arange(20)] * 2] * 3, 4)
-    assert not prefill.cache.is_ragged
+    assert not prefill.cache.ragged
     truth = greedy(loaded.model, alone(loaded, ids, 5), 5)
     assert greedy(loaded.model, prefill, 5) == truth
     full = alone(loaded, ids)
     keep_only(full.cache, choose(loaded, 20), 3)
-    with pytest.raises(ValueError, match="have room for 3 more"):
+    with pytest.raises(ValueError, match="a cache of 23 tokens is full"):
         logits_after(loaded, full, truth)

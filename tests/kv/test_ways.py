@@ -17,7 +17,7 @@ from transformers import masking_utils
 from benchmarks.tiny import shrink
 from kvr_mpi.decode.sampling import make_generation_config
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.chain import layer_kv
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.masks import FULL, MaskRequest, Visibility
 from kvr_mpi.model.rope import begins_anew_at, check_rotary

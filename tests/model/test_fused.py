@@ -17,7 +17,7 @@ from models import prompt, tiny
 from torch._inductor.compile_fx import compile_fx
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, FusedFunction, fuse_functions
 from kvr_mpi.model.kernels import give_kernel, kernels_of
@@ -94,7 +94,7 @@ def test_prefills_run_what_is_compiled_and_steps_do_not(name: str, dtype: torch.
     backend.ran = 0
     packed, other = prefill_packed(loaded, [ids, prompt(40)], reserve_tokens=1)
     assert backend.ran == 2 * layers
-    decode_packed(loaded, DecodeCache([packed.cache, other.cache]), [3, 4])
+    decode_packed(loaded, Row([packed.cache, other.cache]), [3, 4])
     assert backend.ran == 2 * layers
     gates(*torch.ones(2, 1, 900, 7, dtype=dtype))
     for found in (chunked.logits, packed.logits):

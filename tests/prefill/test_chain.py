@@ -117,7 +117,7 @@ def test_models_that_count_positions_by_their_cache_are_refused(name: str) -> No
 
 
 def test_self_check_finds_a_model_that_would_answer_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvr_mpi.kv.layer import SliceLayer
+    from kvr_mpi.kv.chain import SliceLayer
 
     # A cache that tells every slice it begins the prompt: positions are wrong, and nothing crashes.
     monkeypatch.setattr(SliceLayer, "get_seq_length", lambda layer: 0)
@@ -177,12 +177,12 @@ def test_no_mask_of_slice_by_prefix_is_made() -> None:
                     largest = max(largest, tensor.numel())
             return out
 
-    def work(rank: LocalTransport) -> list[bool]:
+    def work(rank: LocalTransport) -> int:
         with Watch():
             cache = prefill_kvr(loaded, prompt(tokens), Partition((0, 256, tokens)), rank).cache
-        return [layer.store is None for layer in cache.layers]
+        return 0 if cache is None else int(cache.nbytes)
 
-    assert run_local(2, work) == [[True] * 3, [False] * 3]
+    assert run_local(2, work) == [0, tokens * loaded.shape.kv_bytes_per_token]
     assert largest < 256 * 512
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from models import VOCAB, prompt, tiny
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv import layer
+from kvr_mpi.kv import chain
 from kvr_mpi.kv.route import in_two_groups
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -32,8 +32,9 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
     prepare_model(loaded.model, chain=True)
     (after,) = all_ranks(loaded, ids, (0, 70), chunk_tokens=16, prefix=compute_prefix(loaded, ids[:21]))
     (whole,) = all_ranks(loaded, ids, (0, 70), chunk_tokens=16)
-    assert after.cache.layers[0].chunks == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
-    assert whole.cache.layers[0].chunks[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    (alone,), (beyond,) = (relays(Partition((0, 70)), known, 16) for known in (0, 21))
+    assert beyond.chunks == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    assert alone.chunks[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
     torch.testing.assert_close(after.logits, whole.logits, atol=1e-4, rtol=0)
 
 
@@ -100,15 +101,15 @@ def test_two_groups_cover_all_once(lengths: list[int], chunk_tokens: int | None)
 def test_groups_change_no_logits(chunk_tokens: int | None, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, ids, asked = tiny("llama-gqa"), prompt(90), list[int]()
     truth = single(loaded, ids).logits
-    monkeypatch.setattr(layer, "GROUPING", ("cpu",))
-    attend = layer.attend
+    monkeypatch.setattr(chain, "GROUPING", ("cpu",))
+    attend = chain.attend
 
     def counted(query: torch.Tensor, keys: torch.Tensor, *args: object, **options: object) -> object:
         if threading.current_thread().name == "rank 4" and not options and query.shape[2] > 1:
             asked.append(keys.shape[2])
         return attend(query, keys, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(layer, "attend", counted)
+    monkeypatch.setattr(chain, "attend", counted)
     found = all_ranks(loaded, ids, (0, 20, 35, 50, 70, 90), chunk_tokens=chunk_tokens)[-1].logits
     assert found is not None and truth is not None
     torch.testing.assert_close(found, truth, atol=1e-4, rtol=1e-4)

@@ -12,10 +12,9 @@ from models import CONFIGS, random_model, tiny
 from rows import alone, long_rope, other_prompt, ready
 
 from benchmarks.tiny import shrink
-from kvr_mpi.kv.cache import layer_kv
-from kvr_mpi.kv.decode_cache import DecodeCache
+from kvr_mpi.kv.chain import layer_kv
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill import packed
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
@@ -44,11 +43,11 @@ def test_prompts_together_are_prompts_alone(name: str) -> None:
     for found, truth in zip(together, apart, strict=True):
         assert found.partition == truth.partition
         check_equal(loaded, found, truth)
-    cache = DecodeCache([each.cache for each in together])
+    cache = Row([each.cache for each in together])
     for token in (7, 150, 3):  # and after them one token each, over the windows' edges
         logits = decode_packed(loaded, cache, [token] * len(prompts))
         with torch.inference_mode():
-            truths = [run_model(loaded.model, torch.tensor([[token]]), each.cache)[0] for each in apart]
+            truths = [decode_packed(loaded, Row([each.cache]), [token])[0] for each in apart]
         torch.testing.assert_close(logits, torch.stack(truths), atol=1e-4, rtol=0)
     for found, truth in zip(together, apart, strict=True):
         check_equal(loaded, found, truth)

@@ -12,8 +12,8 @@ import torch
 import transformers as tf
 from models import COMMON, CONFIGS, STATES, random_model, tiny
 
-from kvr_mpi.kv import layer as layer_module
-from kvr_mpi.kv.layer import SliceLayer
+from kvr_mpi.kv import chain as layer_module
+from kvr_mpi.kv.chain import SliceLayer
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.prefill import packed
 from kvr_mpi.prefill.self_check import check_chain, check_spread, why_not_packed

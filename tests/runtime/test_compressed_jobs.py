@@ -19,11 +19,13 @@ from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.documents.prompts import make_frame
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.layer import Retain
+from kvr_mpi.kv.chain import Retain
+from kvr_mpi.kv.row import Row
 from kvr_mpi.model import load_model
-from kvr_mpi.model.attention_hook import prepare_model, run_model
+from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.packed import run_row
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.stored_kv import StoredKV
@@ -124,8 +126,10 @@ def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tu
     chosen = [[head[head < text[1]] for head in heads or ()] for heads in retained]
     known = prefill_kvr(loaded, ids[: text[1]], Partition((0, text[1])), LocalTransport())
     keep_only(known.cache, chosen, len(asked) + NEW_TOKENS)
+    row = Row([known.cache], [len(asked)])
     with torch.inference_mode():
-        known.logits = run_model(loaded.model, torch.tensor([list(asked)]), known.cache)[0]
+        known.logits = run_row(loaded, row, asked)[0]
+    row.advance()
     batch = batch_of(loaded, NEW_TOKENS, eos_token_id=loaded.model.generation_config.eos_token_id)
     batch.add(0, known, [*ids[: text[1]], *asked], 0)
     return len(asked), tokens_of(finish(batch))[0]

@@ -12,8 +12,11 @@ import pytest
 import torch
 from made_jobs import last_line
 from made_runs import new_writer, record
+from models import tiny
 
 from kvr_mpi import open_results
+from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.prefill.one_prompt import own_pool
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.store.folder import survey
 from kvr_mpi.store.volumes import key_of
@@ -31,15 +34,17 @@ def truth(run_job: Any) -> Path:
 
 def test_a_rank_that_stores_its_shard_leaves_the_record_to_another(tmp_path: Path) -> None:
     """A record of its own would be an error record, which a resumed job would keep if the answer is lost."""
-    rows = torch.ones(3, 1, 4)
-    share: Any = SimpleNamespace(start=1, held_until=4, layers=[None], own_kv=lambda layer: (rows, rows))
+    loaded = tiny("llama-gqa")
+    shard = SequenceKV(loaded, own_pool(loaded), 4, length=4, start=1, stop=4, longest=4)
+    for layer, shape in enumerate(loaded.shape.layers):
+        shard.admit(layer, 1, *torch.ones(2, 1, shape.num_kv_heads, 3, shape.key_dim))
     prompt: Any = SimpleNamespace(ids=(7, 8, 9, 5), text=(0, 4))
     writer = new_writer(tmp_path)
     nothing: Any = None
     setup: Any = SimpleNamespace(
         spec=SimpleNamespace(output=SimpleNamespace(kv="sharded")), loaded=SimpleNamespace(part=None)
     )
-    ResultSink(setup, writer, nothing, nothing).write_share(record("a"), share, prompt)
+    ResultSink(setup, writer, nothing, nothing).write_shard(record("a"), shard, prompt)
     writer.close()
     found = survey(tmp_path)
     assert not found.records and [list(pieces) for _, pieces in found.volumes.values()] != []

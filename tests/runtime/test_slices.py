@@ -45,8 +45,9 @@ def chain_of(size: int, **setup: Any) -> Any:
         ),
         "kv_bytes": lambda tokens: tokens,
         "retain_of": lambda prompt: None,
+        "pool": SimpleNamespace(is_paged=False),
         **{"free_bytes": [9999] * size, "rates": [], "prefixes": ()},
-        **dict.fromkeys(("arena", "compression", "rolling", "table")),
+        **dict.fromkeys(("compression", "rolling", "table")),
     }
     chain = SimpleNamespace(size=size)
     return SimpleNamespace(
@@ -96,7 +97,10 @@ def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:
     ("changed", "own"),
     [
         ({}, 5 + 4),
-        ({"arena": SimpleNamespace(spare_bytes=0)}, 44 + 5 + 4),  # of 300 tokens one page is shared, the rest copied
+        (
+            {"pool": SimpleNamespace(is_paged=True, nbytes=5000, lost_bytes=0)},
+            44 + 5 + 4,
+        ),  # of 300 tokens one page is shared, the rest copied
         ({"loaded": SimpleNamespace(attends_in_parts=False)}, 305 + 4),  # a model's own attention needs a copy
     ],
 )

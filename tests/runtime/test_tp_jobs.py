@@ -20,8 +20,8 @@ from made_runs import kv_in, stored_layers
 from transformers import AutoConfig
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.shares import Share
+from kvr_mpi.kv.chain import SliceRow
+from kvr_mpi.kv.sequence import SequenceKV, bytes_of
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
 from kvr_mpi.report.page import RunFacts, make_page
@@ -46,7 +46,7 @@ def test_what_fails_on_one_rank_is_one_error_record(job: Path, run_job: Any, mon
     alone = run_job(1)
     longest = max(alone.records.values(), key=lambda record: record.prompt_tokens)
 
-    def no_memory(model: Any, ids: torch.Tensor, cache: SliceCache, **options: Any) -> torch.Tensor:
+    def no_memory(model: Any, ids: torch.Tensor, cache: SliceRow, **options: Any) -> torch.Tensor:
         partition = getattr(getattr(cache, "route", None), "partition", None)
         if threading.current_thread().name == "rank 1" and partition and partition.tokens == longest.prompt_tokens:
             raise MemoryError("out of memory (on purpose)")
@@ -163,23 +163,23 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
     each = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
     room = each * (-(-longest // 2) + 40) + footprint_of(config, torch.float32).activation_bytes(max(fresh))
 
-    reads, held, most = Counter[str](), defaultdict[int, WeakSet[Share]](WeakSet), [0]
-    read, load, lock = StoredLayer.read, Share.prepare, threading.Lock()
+    reads, held, most = Counter[str](), defaultdict[int, WeakSet[SequenceKV]](WeakSet), [0]
+    read, load, lock = StoredLayer.read, SequenceKV.open, threading.Lock()
 
     def watched_read(layer: StoredLayer, first: int = 0, last: int | None = None) -> Any:
         with lock:
             reads[layer.keys.name] += 0 if last is None else last - first  # else how fast files are read is measured
         return read(layer, first, last)
 
-    def watched_load(share: Share, layer_idx: int) -> None:
-        load(share, layer_idx)
-        mine = held[threading.get_ident()]
-        if share.prefix is not None:
-            mine.add(share)
-        most[-1] = max(most[-1], sum(store.nbytes for one in mine for store in one.stores))
+    def watched_load(sequence: SequenceKV, layer_idx: int, *given: Any) -> Any:
+        spans, mine = load(sequence, layer_idx, *given), held[threading.get_ident()]
+        if sequence.is_stored:
+            mine.add(sequence)
+        most[-1] = max(most[-1], bytes_of(list(mine)))
+        return spans
 
     monkeypatch.setattr(StoredLayer, "read", watched_read)
-    monkeypatch.setattr(Share, "prepare", watched_load)
+    monkeypatch.setattr(SequenceKV, "open", watched_load)
     for memory in ((), (f"parallel.memory_gib={room / GIB:.9f}",)):
         reads.clear(), held.clear(), most.append(0)
         ran = run_job(2, "parallel.ranks_per_chain=all", chosen, *memory, of=ask_about(run, *QUESTIONS))

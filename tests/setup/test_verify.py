@@ -14,10 +14,9 @@ from benchmarks.architectures import Entry, build
 from kvr_mpi.cli.options import load_model_job
 from kvr_mpi.decode.group import Group
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.kv import layer as layer_module
-from kvr_mpi.kv.cache import SliceCache
-from kvr_mpi.kv.decode_cache import DecodeCache
-from kvr_mpi.kv.packed_row import PackedCache
+from kvr_mpi.kv import chain as layer_module
+from kvr_mpi.kv.row import Row
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill import exactness
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.setup.verify import verify
@@ -67,16 +66,16 @@ def test_verify_notices_a_lost_token(broken: bool, monkeypatch: pytest.MonkeyPat
 
 def test_verify_decodes_as_jobs_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode batch that forgets the newest tokens is noticed, after every prefill."""
-    attend = DecodeCache._attend_units
+    attend = Row.attend
 
-    def forgetful(cache: DecodeCache, *given: Any) -> Any:
-        lengths, cache.lengths = cache.lengths, [max(1, length - 3) for length in cache.lengths]
+    def forgetful(row: Row, *given: Any) -> Any:
+        lengths, row.lengths = row.lengths, [max(1, length - 3) if row.is_step else length for length in row.lengths]
         try:
-            return attend(cache, *given)
+            return attend(row, *given)
         finally:
-            cache.lengths = lengths
+            row.lengths = lengths
 
-    monkeypatch.setattr(DecodeCache, "_attend_units", forgetful)
+    monkeypatch.setattr(Row, "attend", forgetful)
     findings = run_local(2, lambda rank: list(verify(tiny("llama-gqa"), rank, [40])))[0]
     assert len(findings) == 7 and not any(finding.holds for finding in findings)
 
@@ -84,12 +83,13 @@ def test_verify_decodes_as_jobs_do(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("place", ["row", "stored"])
 def test_verify_notices_wrong_rows_and_stored_prompts(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "row":
-        attend = PackedCache.attend
+        attend = Row.attend
 
-        def crossed(cache: PackedCache, *given: Any) -> torch.Tensor:
-            return attend(cache, *given).roll(1, dims=2)
+        def crossed(row: Row, *given: Any) -> torch.Tensor:
+            out = attend(row, *given)
+            return out if row.is_step else out.roll(1, dims=2)
 
-        monkeypatch.setattr(PackedCache, "attend", crossed)
+        monkeypatch.setattr(Row, "attend", crossed)
     else:
         read = StoredKV.read
         monkeypatch.setattr(StoredKV, "read", lambda *given: tuple(part.flip(0) for part in read(*given)))
@@ -122,7 +122,7 @@ def test_verify_notices_nan_in_any_layer_and_another_token(layer: int | None, mo
 
     def with_nan(cache: Any) -> Any:
         layers = copied(cache)
-        if isinstance(cache, SliceCache):
+        if isinstance(cache, SequenceKV):
             layers[layer]["keys"][3] = float("nan")
         return layers
 

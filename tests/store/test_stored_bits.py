@@ -6,18 +6,17 @@ So answers can differ from a fresh prefill's only by what the number and bounds 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from made_runs import HEADER
 from models import prompt, tiny
 
-from kvr_mpi.kv.cache import layer_kv
+from kvr_mpi.kv.chain import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import prefill_kvr, prefix_of_cache
+from kvr_mpi.prefill.one_prompt import own_pool, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.record import Record
@@ -63,8 +62,9 @@ def test_to_the_bit_what_memory_gives(tmp_path: Path, name: str, bounds: tuple[i
     kept = run_local(
         partition.size, lambda chain: prefill_kvr(loaded, ids[:TOKENS], partition, chain, keeps_all=True).cache
     )
-    stored = StoredPrefix("a", open_results(tmp_path).places["a"].pieces, TOKENS).open(ids, loaded)
-    prefixes: tuple[Any, ...] = (prefix_of_cache(ids[:TOKENS], kept[-1]), stored)
+    stored = StoredPrefix("a", open_results(tmp_path).places["a"].pieces, TOKENS).open(ids, loaded, own_pool(loaded))
+    kept[-1].ids = tuple(ids[:TOKENS])
+    prefixes = (kept[-1], stored)
     ((one,), (other,)) = (prefill_packed(loaded, [ids], prefix=each, reserve_tokens=1) for each in prefixes)
     assert one.logits is not None and other.logits is not None and torch.equal(one.logits, other.logits)
     for layer in range(len(one.cache.layers)):

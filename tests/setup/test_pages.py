@@ -10,8 +10,8 @@ import pytest
 import torch
 from models import tiny
 
-from kvr_mpi.kv.arena import PAGE_ROWS, Arena
-from kvr_mpi.kv.pages import PageTables
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool
+from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.setup import prepare
@@ -24,13 +24,11 @@ PAGE_BYTES = PAGE_ROWS * 3 * 2 * 2 * 8 * 4  # three layers, keys and values of t
 def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     loaded = tiny(name)
     prepare_model(loaded.model, chain=True)
-    trial = Arena(loaded.shape.layers, loaded.dtype, loaded.device, extent_bytes=0)
-    assert why_not_packed(loaded, trial) is None and trial.extents, "it is in these that they were tried"
-    assert trial.spare_bytes == PAGE_BYTES
-    write = PageTables.write
-    monkeypatch.setattr(
-        PageTables, "write", lambda tables, at, keys, values, lengths: write(tables, at, values, keys, lengths)
-    )
+    trial = Pool(loaded.shape.layers, loaded.dtype, loaded.device, 2 * PAGE_ROWS)
+    assert why_not_packed(loaded, trial) is None
+    assert trial.nbytes == 2 * PAGE_BYTES and not trial.taken_bytes
+    write = PageTable.write
+    monkeypatch.setattr(PageTable, "write", lambda table, at, keys, values: write(table, at, values, keys))
     assert "differ from each alone" in str(why_not_packed(loaded, trial))
     assert why_not_packed(loaded) is None
 
@@ -51,8 +49,10 @@ def test_pages_are_for_packed_documents_on_gpus(
     """Pages that hold documents in a row show that they run so: that is not tried again."""
     tried, said = list[str](), list[str]()
 
-    def fail(loaded: Any, arena: Arena | None = None) -> str | None:
-        tried.append("rows" if arena is None else "pages")
+    monkeypatch.setattr(prepare, "Pool", lambda *given: "pages")
+
+    def fail(loaded: Any, pool: Pool | None = None) -> str | None:
+        tried.append("rows" if pool is None else "pages")
         return f"{tried[-1]} fail" if tried[-1] in fails else None
 
     monkeypatch.setattr(prepare, "why_not_packed", fail)
