@@ -257,9 +257,12 @@ def corpus_of(
     errors: Mapping[int, str] = MappingProxyType({}),
     prompts: tuple[str, ...] = (),
 ) -> Corpus:
-    """Make a corpus of documents that are in no files; each prompt about one is the same work."""
+    """Make a corpus of documents that are in no files, with their hashes (empty: unknown).
+
+    Each prompt about one is the same work.
+    """
     count = len(ids)
-    digested = np.array([number for number in range(count) if number not in errors], np.int64)
+    digested = np.array([number for number in range(count) if hashes[number]], np.int64)
     digests = b"".join(bytes.fromhex(hashes[number]) for number in digested.tolist())
     index = Index(
         np.zeros(count, np.int32),

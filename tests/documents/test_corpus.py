@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from faulty_calls import Faults, faults
 from made_corpora import write_gzip, write_lines
 
 import kvr_mpi.documents.files as files_module
@@ -166,6 +167,43 @@ def test_rows_without_ids_have_the_same_ones_whoever_indexed_them(tmp_path: Path
     # The tasks of an array do not know how many rows come before theirs.
     ids = [name for n in range(3) for name in scan_corpus([str(file)], part=CorpusPart(n, 3)).ids()]
     assert len(set(ids)) == 41 and all("@" in name for name in ids)
+
+
+def test_rows_after_a_part_that_cannot_be_read_get_no_wrong_ids(tmp_path: Path) -> None:
+    rows = [{"text": f"text {n} " * 30, **({"id": f"row-{n}"} if n % 2 else {})} for n in range(60)]
+    file = write_lines(tmp_path / "a.jsonl", *rows)
+    files = list_files([str(file)])
+
+    def index(failing: int | None) -> Corpus:
+        pieces = []
+        for rank in range(3):
+            with faults(*[Faults("open", file.name)] * (rank == failing)):
+                pieces.append(index_spans(files, cut_spans(files, CorpusPart(), rank, 3), DEFAULT_ROWS))
+        return make_corpus(files, pieces, DEFAULT_ROWS)
+
+    whole = index(None)
+    wanted = {name: whole.read(number) for number, name in enumerate(whole.ids())}
+    for failing in range(3):
+        found = index(failing)
+        read = {name: found.read(number) for number, name in enumerate(found.ids())}
+        assert str(read.pop("a.jsonl").error).startswith(NOT_NOW)
+        assert read.items() <= wanted.items()
+        after = 20 * (2 - failing)
+        assert abs(len(read) - (20 * failing + after // 2)) <= 2, "those with ids are known"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_the_division_of_a_table_that_has_changed_is_another_one(tmp_path: Path, name: str) -> None:
+    rows = [{"id": f"{n}", "text": f"text {n}"} for n in range(20)]
+
+    def cut(rows: list[Any]) -> str:
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+        else:
+            (write_gzip if name.endswith(".gz") else write_lines)(tmp_path / name, *rows)
+        return scan_corpus([str(tmp_path)], part=CorpusPart(1, 3)).cut
+
+    assert cut(rows) == cut(rows) != cut([{"id": "new", "text": "another"}, *rows])
 
 
 def test_a_hundred_tasks_read_the_corpus_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
