@@ -176,6 +176,26 @@ def cut_spans(files: CorpusFiles, part: CorpusPart = CorpusPart(), rank: int = 0
     return sorted(spans)
 
 
+def part_numbers(files: CorpusFiles, index: Index, parts: int) -> npt.NDArray[np.int64]:
+    """Return the number of the part that has each document of a whole corpus, if `cut_spans` divides it so."""
+    sizes, formats = np.maximum(files.sizes, 0), [files.format(number) for number in range(len(files))]
+    offsets = (np.cumsum(sizes) - sizes)[index.file] + index.place
+    for number, kind in enumerate(formats):
+        if kind.suffix == ".parquet" and (of_file := index.file == number).any():
+            place = index.place[of_file]
+            offsets[of_file] += place * sizes[number] // len(place) - place
+    bounds = [int(sizes.sum()) * number // parts for number in range(1, parts)]
+    found = np.searchsorted(bounds, offsets, side="right")
+    for is_table in (True, False):
+        whole = np.array([each.is_table == is_table for each in formats]) & (files.sizes < 0)
+        mine = whole[index.file]
+        if is_table and parts > whole.sum():
+            found[mine] = index.place[mine] % parts
+        else:
+            found[mine] = (np.cumsum(whole) - 1)[index.file[mine]] % parts
+    return found
+
+
 def describe_cut(files: CorpusFiles, part: CorpusPart) -> str:
     """Return a hash of everything on which the division of a corpus into parts depends; empty for one part."""
     if part.parts == 1:

@@ -21,7 +21,7 @@ from made_corpora import write_gzip, write_lines
 import kvr_mpi.documents.files as files_module
 from kvr_mpi.documents import Corpus, CorpusPart, RowFormat, formats, read_corpus, scan_corpus
 from kvr_mpi.documents.corpus import make_corpus
-from kvr_mpi.documents.index import cut_spans, hash_id, index_spans, list_files
+from kvr_mpi.documents.index import cut_spans, hash_id, index_spans, list_files, part_numbers
 from kvr_mpi.documents.rows import DEFAULT_ROWS
 from kvr_mpi.errors import NOT_NOW
 
@@ -136,6 +136,8 @@ def write_tables(folder: Path) -> list[str]:
     write_gzip(folder / "c.jsonl.gz", *rows[75:120])
     pq.write_table(pa.Table.from_pylist(rows[120:180]), folder / "d.parquet", row_group_size=7)
     write_lines(folder / "e.jsonl", *rows[180:])
+    for name in ("empty.jsonl", "bare.csv"):
+        (folder / name).touch()
     for n in range(11):
         (folder / f"{n}.txt").write_text(f"text file {n}")
     return [row["id"] for row in rows] + [f"{n}.txt" for n in range(11)]
@@ -145,11 +147,14 @@ def write_tables(folder: Path) -> list[str]:
 def test_every_document_is_in_one_part_and_indexed_by_one_rank(tmp_path: Path, parts: int, ranks: int) -> None:
     wanted = write_tables(tmp_path / "c")
     files, found = list_files([str(tmp_path / "c")]), list[str]()
+    whole = scan_corpus([str(tmp_path / "c")])
+    expected = part_numbers(files, whole.index, parts)
     for number in range(parts):
         part = CorpusPart(number, parts)
         pieces = [index_spans(files, cut_spans(files, part, rank, ranks), DEFAULT_ROWS) for rank in range(ranks)]
         corpus = make_corpus(files, pieces, DEFAULT_ROWS, part=part)
         assert [corpus.read(n).id for n in range(len(corpus))] == [*corpus.ids()]
+        assert [*corpus.ids()] == [whole.id(n) for n in np.flatnonzero(expected == number).tolist()]
         assert not any(corpus.read(n).error for n in range(len(corpus)))
         found += corpus.ids()
     assert sorted(found) == sorted(wanted)
