@@ -272,7 +272,7 @@ class _Rows:
         self.row.append(row)
         self.chars.append(min(chars, (1 << 31) - 1))
         self.is_bad.append(is_bad)
-        self.ids += name.encode(errors="surrogatepass")
+        self.ids += name.encode("utf-8", "surrogatepass")
         self.ends.append(len(self.ids))
 
     def index(self) -> Index:

@@ -68,8 +68,8 @@ def test_any_document_is_what_the_stream_gives(
     again = Corpus.from_bytes(corpus.to_bytes())
     assert again.to_bytes() == corpus.to_bytes() and [again.read(n) for n in range(len(again))] == wanted
     if limit is None:
-        forward = [path for path in opened if path.endswith(("b.jsonl.gz", "c.parquet"))]
-        assert len(forward) <= 4, "whatever the order, a file that can only be read forward is read once by each"
+        forward = [path for path in opened if path.endswith("b.jsonl.gz")]
+        assert len(forward) <= 2, "whatever the order, a file that can only be read forward is read once by each"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt"])
