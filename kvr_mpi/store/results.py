@@ -21,7 +21,7 @@ from kvr_mpi.store.kv import KeysValues, refuse_compressed
 from kvr_mpi.store.log import Header, is_sealed
 from kvr_mpi.store.record import KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
-from kvr_mpi.store.shares import check_corpus, check_same_job, find_runs, share_of, tell_missing
+from kvr_mpi.store.shares import check_corpus, check_same_job, find_runs, find_part, tell_missing
 from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.summary import Summary, count_reasons
 from kvr_mpi.store.volumes import Source, open_source
@@ -373,7 +373,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
             missing.append(f"{path} has lost keys and values of {counted(len(found.gone), 'document')}: needs --resume")
         elif several and run is not None and left:
             missing.append(f"{path} has {left} of {counted(run.documents, 'document')} left: needs --resume")
-        part = share_of(path) if several else None
+        part = find_part(path) if several else None
         parts.add(0 if part is None else part[1])
         if joined is None:
             joined = found
