@@ -21,7 +21,7 @@ from kvr_mpi.store.kv import KeysValues, refuse_compressed
 from kvr_mpi.store.log import Header, is_sealed
 from kvr_mpi.store.record import KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
-from kvr_mpi.store.shares import check_corpus, check_same_job, find_runs, find_part, tell_missing
+from kvr_mpi.store.shares import check_corpus, check_same_job, find_part, find_runs, tell_missing
 from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.summary import Summary, count_reasons
 from kvr_mpi.store.volumes import Source, open_source
