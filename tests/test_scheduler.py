@@ -9,6 +9,7 @@ from constants import Kvr
 from made_jobs import toml_of
 
 from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
+from kvr_mpi.documents import CorpusPart
 from kvr_mpi.errors import EXIT_CONFIG, ConfigError
 from kvr_mpi.job import load_job
 from kvr_mpi.scheduler import batch_job
@@ -59,7 +60,7 @@ def test_each_task_of_an_array_takes_its_share_of_the_corpus(tmp_path: Path, run
         spec, _ = load_job(job, environ=environ)
         assert (spec.documents.shard, spec.output.path) == ("2/3", "out/share-2-of-3")
     outside, _ = load_job(job, environ={})
-    assert outside.documents.share == slice(0, None, 3)
+    assert outside.documents.part == CorpusPart(0, 3)
     code, _, err = run_kvr("run", job)
     assert code == EXIT_CONFIG and "submit the job as an array" in err
     with pytest.raises(ConfigError, match="task 2 of the array"):

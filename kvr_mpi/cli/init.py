@@ -145,7 +145,7 @@ def init(
     if not readable:
         click.echo(f"{job} written, but none of these documents can be read")
         return
-    # Use a separate output folder: a run of two documents cannot be resumed with all documents.
+    # Use a separate output folder, so that answers of a trial are not taken for those of the job.
     limit, failed = readable[-1], readable[-1] - len(readable)
     settings = [f"documents.limit={limit}", f"output.path={wanted['output']}-try"]
     settings += [f"output.max_failed={failed}"] * (failed > 0)

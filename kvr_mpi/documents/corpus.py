@@ -6,14 +6,17 @@ import contextlib
 import json
 import tempfile
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvr_mpi.disk import retried
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
     MAX_ID_CHARS,
@@ -23,6 +26,7 @@ from kvr_mpi.documents.files import (
     document_of,
     file_error,
     is_readable_later,
+    parquet_groups,
     read_rows,
     why_not_now,
 )
@@ -257,9 +261,12 @@ def corpus_of(
     errors: Mapping[int, str] = MappingProxyType({}),
     prompts: tuple[str, ...] = (),
 ) -> Corpus:
-    """Make a corpus of documents that are in no files; each prompt about one is the same work."""
+    """Make a corpus of documents that are in no files, with their hashes (empty: unknown).
+
+    Each prompt about one is the same work.
+    """
     count = len(ids)
-    digested = np.array([number for number in range(count) if number not in errors], np.int64)
+    digested = np.array([number for number in range(count) if hashes[number]], np.int64)
     digests = b"".join(bytes.fromhex(hashes[number]) for number in digested.tolist())
     index = Index(
         np.zeros(count, np.int32),
@@ -277,15 +284,16 @@ def corpus_of(
 
 
 class ForwardReader:
-    """Reads rows of files that can only be read forward, each file once, whatever the order of the rows.
+    """Reads rows of files in which not every row can be found, each file once, whatever the order of the rows.
 
-    Rows that were passed are kept in a temporary file without a name (in TMPDIR); if it cannot grow, files are read
-    again instead.
+    Reading starts at the beginning of the file, or of a row group of Parquet. Rows that are passed are kept in a
+    temporary file without a name (in TMPDIR); if it cannot grow, they are read again instead.
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, Iterator[tuple[int, RawRow]]] = {}
-        self._kept: dict[str, array[int]] = {}  # offsets in the temporary file, by row
+        self._open: dict[str, tuple[int, Iterator[tuple[int, RawRow]]]] = {}  # the next row, and all from there on
+        self._kept: dict[str, array[int]] = {}  # offsets in the temporary file, by row, or -1
+        self._groups: dict[str, list[int]] = {}  # first rows
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this object
         self._size, self._is_full = 0, False
 
@@ -298,16 +306,22 @@ class ForwardReader:
         if place < len(kept) and kept[place] >= 0:
             self._file.seek(kept[place])
             return _unpack(self._file.readline())
-        if path not in self._open or place < len(kept):
+        if path not in self._groups:
+            is_parquet = path.lower().endswith(".parquet")
+            self._groups[path] = retried(partial(parquet_groups, path), path, patience=patience) if is_parquet else [0]
+        group = self._groups[path][bisect_right(self._groups[path], place) - 1]
+        at, source = self._open.pop(path, (-1, iter(())))
+        if not group <= at <= place:
             if len(self._open) == OPEN_FILES:
                 del self._open[next(iter(self._open))]
-            del kept[place:]
-            self._open[path] = read_rows(path, rows, len(kept), patience=patience)
-        source = self._open.pop(path)  # a generator ends at an error
+            unread = (number for number in range(group, place) if number >= len(kept) or kept[number] < 0)
+            source = read_rows(path, rows, place if self._is_full else next(unread, place), patience=patience)
         for number, row in source:
-            kept.append(self._keep(row))
+            kept.extend([-1] * (number + 1 - len(kept)))
+            if kept[number] < 0:
+                kept[number] = self._keep(row)
             if number == place:
-                self._open[path] = source
+                self._open[path] = number + 1, source
                 return row
         return None
 

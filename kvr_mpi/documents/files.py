@@ -13,9 +13,9 @@ import lzma
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +32,8 @@ MAX_TEXT_BYTES = 64 << 20
 # What reading a file can raise: no access, or contents that are damaged or of another format.
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, zlib.error, lzma.LZMAError, csv.Error, zipfile.BadZipFile)
 UTF_16 = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}  # by byte order mark
-PARQUET_ROWS = 256  # read at once; their dictionaries stay packed
+# Rows and bytes of Parquet that are read at once. Dictionaries stay packed if they become more bytes.
+PARQUET_ROWS, PARQUET_BYTES = 4096, 16 << 20
 SAMPLE_ROWS = 20  # rows to read from a file to find its fields
 SURROGATE = re.compile("[\ud800-\udfff]")
 # First bytes of the binary files most often found among texts: PDF, ZIP (.docx, .xlsx), gzip, HDF5, images, OLE (.doc).
@@ -98,27 +99,29 @@ def read_rows(
         yield 0, text
         return
     version: tuple[int, int] | None = None
-    source: Iterator[tuple[int, int, RawRow]] | None = None
 
-    def advance() -> tuple[int, int, RawRow] | None:
-        nonlocal source, version
-        try:
-            if source is None:
-                was, version = version, size_and_time(path)
-                if was not in (None, version):
-                    raise UnavailableError(f"{path} was replaced while it was read")
-                source = _table_rows(path, rows, start, patience)
-            return next(source, None)
-        except BaseException:  # a generator ends at an error
-            source = None
-            raise
+    def begin() -> tuple[tuple[int, int, RawRow] | None, Iterator[tuple[int, int, RawRow]]]:
+        """Open the file, and read the next row."""
+        nonlocal version
+        was, version = version, size_and_time(path)
+        if was not in (None, version):
+            raise UnavailableError(f"{path} was replaced while it was read")
+        source = _table_rows(path, rows, start, patience)
+        return next(source, None), source
 
-    while (item := retried(advance, path, listed=listed, patience=patience)) is not None:
-        place, following, row = item
-        if end is not None and place >= end:
+    while True:
+        item, source = retried(begin, path, listed=listed, patience=patience)
+        while item is not None:
+            place, start, row = item
+            if end is not None and place >= end:
+                return
+            yield place, row
+            try:
+                item = next(source, None)
+            except (OSError, UnavailableError):  # a generator ends at an error
+                break
+        else:
             return
-        start = following
-        yield place, row
 
 
 def line_start(path: str, at: int, *, patience: float = 1.0) -> int:
@@ -183,18 +186,17 @@ def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int)
     if isinstance(row, str):
         return rows.text_file(name, row)
     place = row_name(name, number)
-    line = f"line {number} of {path}" if number > 0 else f"the line at byte {-number} of {path}"
+    try:
+        found = parse_json(row) if isinstance(row, bytes) else row
+        if isinstance(found, dict):
+            return rows.document(found, place)
+        what = f"is a JSON {type(found).__name__}, not an object"
+    except (ValueError, RecursionError) as error:
+        what = f"is not JSON: {error}"
     if isinstance(row, int):
-        most = f"more than the {MAX_TEXT_BYTES >> 20} MiB a row may have"
-        return Document(place, error=f"{line} has {row} bytes, {most}; split it")
-    if isinstance(row, bytes):
-        try:
-            row = parse_json(row)
-        except (ValueError, RecursionError) as error:
-            return Document(place, error=f"{line} is not JSON: {error}")
-    if not isinstance(row, dict):
-        return Document(place, error=f"{line} is a JSON {type(row).__name__}, not an object")
-    return rows.document(row, place)
+        what = f"has {row} bytes, more than the {MAX_TEXT_BYTES >> 20} MiB a row may have; split it"
+    line = f"line {number}" if number > 0 else f"the line at byte {-number}"
+    return Document(place, error=f"{line} of {path} {what}")
 
 
 def _why_no_text(file: str, error: UnicodeDecodeError, encoding: str) -> str:
@@ -283,6 +285,13 @@ def parquet_length(path: str) -> int:
         return int(_open_parquet(path, stream).metadata.num_rows)
 
 
+def parquet_groups(path: str) -> list[int]:
+    """Return the first row of each row group of a Parquet file; raises `ValueError` for other files."""
+    with open_file(path) as stream:
+        table = _open_parquet(path, stream).metadata
+        return [0, *accumulate(table.row_group(number).num_rows for number in range(table.num_row_groups - 1))]
+
+
 def _open_parquet(path: str, stream: IO[bytes], packed: Sequence[str] = ()) -> Any:
     """Open a Parquet file; the values of `packed` columns stay dictionaries, which may hold a long text once."""
     try:
@@ -310,14 +319,18 @@ def parquet_rows(
         names = table.schema_arrow.names
         columns = [field for field in wanted if field in names]
         table = _open_parquet(path, stream, [name for name in columns if _is_text(table.schema_arrow.field(name).type)])
-        sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
-        groups, number, missing = list(range(len(sizes))), 0, dict.fromkeys(names)
-        while groups and number + sizes[groups[0]] <= start:
-            number += sizes[groups.pop(0)]
-        for batch in table.iter_batches(batch_size=PARQUET_ROWS, row_groups=groups, columns=columns):
-            values = [(name, batch.column(name)) for name in columns]
-            for at in range(max(0, start - number), len(batch)):
-                yield number + at, missing | {name: _as_utf8(column[at].as_py()) for name, column in values}
+        groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+        first, number, missing = 0, 0, dict.fromkeys(names)
+        while first < len(groups) and number + groups[first].num_rows <= start:
+            number, first = number + groups[first].num_rows, first + 1
+        bytes_per_row = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=1)
+        count = max(16, min(PARQUET_ROWS, int(PARQUET_BYTES / max(1, bytes_per_row))))
+        for batch in table.iter_batches(batch_size=count, row_groups=range(first, len(groups)), columns=columns):
+            skipped = min(max(0, start - number), len(batch))
+            rows = batch.slice(skipped)
+            values = [_values_of(rows.column(name)) for name in columns]
+            for at, row in enumerate(zip(*values, strict=True) if columns else [()] * len(rows), number + skipped):
+                yield at, {**missing, **dict(zip(columns, row, strict=True))}
             number += len(batch)
     except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(str(error)) from error
@@ -330,6 +343,21 @@ def _is_text(kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind))
 
 
+def _values_of(column: Any) -> Iterable[Any]:
+    """Return the values of a column; one after the other if they are large, or not all of them are text."""
+    if hasattr(column, "dictionary"):
+        import pyarrow.compute
+
+        sizes = pyarrow.compute.binary_length(column.dictionary).take(column.indices)
+        if (pyarrow.compute.sum(sizes).as_py() or 0) > PARQUET_BYTES:
+            return (_as_utf8(value.as_py()) for value in column)
+        column = column.dictionary_decode()
+    with contextlib.suppress(UnicodeDecodeError):
+        values: list[Any] = column.to_pylist()
+        return map(_as_utf8, values) if any(isinstance(value, bytes) for value in values) else values
+    return (value.as_py() for value in column)
+
+
 def _as_utf8(value: Any) -> Any:
     """Decode bytes that are UTF-8; other values stay as they are."""
     if isinstance(value, bytes):
@@ -340,7 +368,7 @@ def _as_utf8(value: Any) -> Any:
 
 def check_document(document: Document) -> Document:
     """Check the id and text of a document; return it, or a document with the error."""
-    bad = BAD_IN_ID.search(document.id)
+    bad = None if document.id.isascii() and document.id.isprintable() else BAD_IN_ID.search(document.id)
     if bad is not None or not document.id or len(document.id) > MAX_ID_CHARS:
         what = f"contains {bad[0]!r}" if bad else f"has {len(document.id)} characters"
         name = (document.id.encode("unicode_escape").decode()[: MAX_ID_CHARS - 16]) or "(empty id)"
@@ -348,11 +376,11 @@ def check_document(document: Document) -> Document:
         return Document(name, error=f"{reason} or a text-direction mark", passed=document.passed)
     if document.error is None:
         for name, text in (("", document.text), *document.columns.items()):
-            lone = SURROGATE.search(text)
+            lone = None if text.isascii() else SURROGATE.search(text)
             if lone is not None:
                 where = f" of {name!r}" if name else ""
                 reason = f"lone surrogate at character {lone.start()}{where}; not Unicode text"
                 return replace(document, text="", columns={}, error=reason)
-        if not document.text.strip():
+        if not document.text or document.text.isspace():
             return replace(document, text="", error="the document is empty: it contains no text")
     return document

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,13 +136,18 @@ def list_files(paths: Iterable[str]) -> CorpusFiles:
     for number, (path, _) in enumerate(found):
         kind = format_of(path)
         if kind is not None and kind.can_seek:
-            try:
-                sizes[number] = retried(partial(size_and_time, path), path, listed=not os.path.islink(path))[0]
-            except UnavailableError:
-                raise
-            except OSError:  # `index_spans` reports it
-                sizes[number] = 0
+            sizes[number] = _size_of(path)
     return CorpusFiles(Strings.of(path for path, _ in found), Strings.of(plain_name(name) for _, name in found), sizes)
+
+
+def _size_of(path: str) -> int:
+    """Return the size of a table in bytes, 0 if it cannot be read; raises `UnavailableError`."""
+    try:
+        return retried(partial(size_and_time, path), path, listed=not os.path.islink(path))[0]
+    except UnavailableError:
+        raise
+    except OSError:  # `index_spans` reports it
+        return 0
 
 
 def cut_spans(files: CorpusFiles, part: CorpusPart = CorpusPart(), rank: int = 0, ranks: int = 1) -> list[FileSpan]:  # noqa: B008
@@ -171,11 +176,35 @@ def cut_spans(files: CorpusFiles, part: CorpusPart = CorpusPart(), rank: int = 0
     return sorted(spans)
 
 
+def part_numbers(files: CorpusFiles, index: Index, parts: int) -> npt.NDArray[np.int64]:
+    """Return the number of the part that has each document of a whole corpus, if `cut_spans` divides it so."""
+    sizes, formats = np.maximum(files.sizes, 0), [files.format(number) for number in range(len(files))]
+    offsets = (np.cumsum(sizes) - sizes)[index.file] + index.place
+    for number, kind in enumerate(formats):
+        if kind.suffix == ".parquet" and (of_file := index.file == number).any():
+            place = index.place[of_file]
+            offsets[of_file] += place * sizes[number] // len(place) - place
+    bounds = [int(sizes.sum()) * number // parts for number in range(1, parts)]
+    found = np.searchsorted(bounds, offsets, side="right")
+    for is_table in (True, False):
+        whole = np.array([each.is_table == is_table for each in formats]) & (files.sizes < 0)
+        mine = whole[index.file]
+        if is_table and parts > whole.sum():
+            found[mine] = index.place[mine] % parts
+        else:
+            found[mine] = (np.cumsum(whole) - 1)[index.file[mine]] % parts
+    return found
+
+
 def describe_cut(files: CorpusFiles, part: CorpusPart) -> str:
     """Return a hash of everything on which the division of a corpus into parts depends; empty for one part."""
     if part.parts == 1:
         return ""
-    listed = [part.parts, *files.names, *files.sizes.tolist()]
+    sizes = files.sizes.tolist()
+    for number in np.flatnonzero(files.sizes < 0).tolist():
+        if files.format(number).is_table:  # whose rows may be dealt
+            sizes[number] = _size_of(files.paths[number])
+    listed = [part.parts, *files.names, *sizes]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
 
@@ -243,7 +272,7 @@ class _Rows:
         self.row.append(row)
         self.chars.append(min(chars, (1 << 31) - 1))
         self.is_bad.append(is_bad)
-        self.ids += name.encode(errors="surrogatepass")
+        self.ids += name.encode("utf-8", "surrogatepass")
         self.ends.append(len(self.ids))
 
     def index(self) -> Index:
@@ -257,11 +286,14 @@ class _Rows:
 
 
 class Lines(NamedTuple):
-    """What one span contributed: its file and start, its lines, and its documents."""
+    """What one span contributed: its file and start, its lines, and its documents.
+
+    lines : None if it could not be read to its end.
+    """
 
     file: int
     start: int
-    lines: int
+    lines: int | None
     documents: int
 
 
@@ -285,7 +317,8 @@ def index_spans(
         return at < len(recorded) and int(recorded[at]) == hash_id(name)
 
     for span in spans:
-        path, name, before, count = files.paths[span.file], files.names[span.file], len(found), 0
+        path, name, before = files.paths[span.file], files.names[span.file], len(found)
+        count: int | None = 0
         kind = files.format(span.file)
         try:
             if not kind.is_table:
@@ -310,9 +343,10 @@ def index_spans(
                     if limit is not None and len(found) >= limit:
                         break
         except UnavailableError as error:
-            patience /= 2
+            patience, count = patience / 2, None
             _add_file_error(found, span, file_error(path, error))
         except READ_ERRORS as error:
+            count = None
             _add_file_error(found, span, file_error(path, error, rows.encoding))
         lines.append(Lines(span.file, span.start, count, len(found) - before))
         if limit is not None and len(found) >= limit:
@@ -370,8 +404,11 @@ def join(
 
     A later document with the id of another one gets an error, and an id of its own; is_batch : it is a request.
     """
-    _number_rows(parts, files, part)
-    indexes = [index for index, _ in parts]
+    before: dict[int, dict[int, int | None]] = {}
+    for _, spans in parts:
+        for span in spans:
+            before.setdefault(span.file, {})[span.start] = span.lines
+    indexes = [_number_rows(index, spans, before, files, part) for index, spans in parts]
     whole = indexes[0] if len(indexes) == 1 else _concatenate(indexes)
     order = np.lexsort((whole.place, whole.file)) if (np.diff(whole.file) < 0).any() else None
     if order is not None:
@@ -383,25 +420,34 @@ def join(
     return whole
 
 
-def _number_rows(parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, part: CorpusPart) -> None:
-    """Give rows their numbers in their files, which were counted from the start of each span."""
-    before: dict[int, dict[int, int]] = {}
-    for _, spans in parts:
-        for span in spans:
-            before.setdefault(span.file, {})[span.start] = span.lines
-    for index, spans in parts:
-        at = 0
-        for span in spans:
-            rows, at = slice(at, at + span.documents), at + span.documents
-            kind = files.format(span.file)
-            if kind.suffix == ".parquet" or not (kind.is_table and kind.can_seek):
-                continue
-            starts = before[span.file]
-            numbered = index.row[rows] > 0
-            if 0 not in starts or part.parts > 1:
-                index.row[rows][numbered] = UNKNOWN_ROW
-            else:
-                index.row[rows][numbered] += sum(lines for start, lines in starts.items() if start < span.start)
+def _number_rows(
+    index: Index,
+    spans: Sequence[Lines],
+    before: Mapping[int, Mapping[int, int | None]],
+    files: CorpusFiles,
+    part: CorpusPart,
+) -> Index:
+    """Give the rows of a rank their numbers in their files, which were counted from the start of each span.
+
+    before : by file and start, the lines of all spans.
+
+    Rows that only their number would name are left out if it is unknown, since an earlier span could not be read.
+    """
+    is_kept, at = np.ones(len(index), np.bool_), 0
+    for span in spans:
+        rows, at = slice(at, at + span.documents), at + span.documents
+        kind = files.format(span.file)
+        if kind.suffix == ".parquet" or not (kind.is_table and kind.can_seek):
+            continue
+        numbered = index.row[rows] > 0
+        if part.parts > 1:
+            index.row[rows][numbered] = UNKNOWN_ROW
+            continue
+        earlier = [lines for start, lines in before[span.file].items() if start < span.start]
+        if None in earlier:
+            is_kept[rows] &= (index.ids.lengths[rows] > 0) | ~numbered
+        index.row[rows][numbered] += sum(filter(None, earlier))
+    return index if is_kept.all() else take(index, np.flatnonzero(is_kept))
 
 
 def _concatenate(indexes: Sequence[Index]) -> Index:
@@ -463,17 +509,20 @@ def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
         return
     first: dict[str, int] = {}
     copies: dict[str, int] = {}
-    taken = set(hashes.tolist())
     renamed: dict[int, str] = {}
+
+    def is_taken(name: str) -> bool:
+        at = int(np.searchsorted(ordered, np.uint64(hash_id(name))))
+        return at < len(ordered) and int(ordered[at]) == hash_id(name)
+
     for number in np.flatnonzero(np.isin(hashes, repeated)).tolist():
         name = index.own_id(number, files)
         if first.setdefault(name, number) == number:
             continue
         copy = copies.get(name, 2)
-        while hash_id(f"{name}#{copy}") in taken:
+        while is_taken(f"{name}#{copy}"):
             copy += 1
         copies[name], renamed[number] = copy + 1, f"{name}#{copy}"
-        taken.add(hash_id(renamed[number]))
         what = f"document {first[name] + 1} has the same id"
         if is_batch:
             what = f"request {number + 1} has the custom_id of request {first[name] + 1}, so it was not run"

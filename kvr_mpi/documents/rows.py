@@ -63,7 +63,8 @@ class RowFormat:
             return replace(request, passed={**passed, **request.passed})
         name = place
         try:
-            name = _name_of(row.get(self.id_field), place, self.id_field)
+            own = row.get(self.id_field)
+            name = own if isinstance(own, str) else _name_of(own, place, self.id_field)
             value = row.get(self.text_field)
             if self.kind == "messages":
                 messages = parse_messages(value, self.text_field)

@@ -7,6 +7,7 @@ verified. If keys depend on the prompt's length, the prompt is prefilled again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from kvr_mpi.documents import Asked, Corpus, Document
 from kvr_mpi.documents.corpus import corpus_of
 from kvr_mpi.documents.questions import parse_answer_id
-from kvr_mpi.errors import ConfigError, CorpusError, DataError, DocumentError, counted
+from kvr_mpi.errors import NOT_NOW, ConfigError, CorpusError, DataError, DocumentError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
@@ -34,7 +35,7 @@ LOADED_WORK = 0.02
 class StoredDocument:
     """A stored document, or the reason why questions about it cannot be answered.
 
-    sha256 : hash of its contents (`Record.document_sha256`).
+    sha256 : hash of what its keys and values depend on (`contents_of_stored`); empty: it cannot be read.
     bytes : size of all keys and values.
     compression : method and settings of its compression; empty: all tokens are stored.
     is_askable : False if the run lacks the keys and values that questions need; `error` names what is missing.
@@ -144,10 +145,10 @@ class StoredSource:
         if document_id not in results:
             raise DocumentError(f"{document_id}: it was stored when the job began, and is gone: start the job again")
         pieces = results.places[document_id].pieces
-        if results.places[document_id].sha256 != asked.sha256:
-            raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
         if self._open is None or self._open[0].id != document_id:
-            self._open = None
+            self._open, record = None, results[document_id]
+            if contents_of_stored(record) != asked.sha256:
+                raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
             kv, tokens = open_prompt(document_id, pieces)
             kv.close()
             prefix = StoredPrefix(document_id, pieces, tokens.text[1], tokens.compression)
@@ -156,8 +157,16 @@ class StoredSource:
                     f"{document_id}: its stored keys and values are compressed ({tokens.compression}), but depend on "
                     f"how the prompt continues, so they have to be computed again: prefill it in a run of its own"
                 )
-            self._open = results[document_id], tokens, None if self._recomputes else prefix
+            self._open = record, tokens, None if self._recomputes else prefix
         return self._open
+
+
+def contents_of_stored(record: Record) -> str:
+    """Return the hash of a document's contents or, if tokens were dropped, of what is stored of it."""
+    if not (record.compression or record.dropped_tokens):
+        return record.document_sha256
+    stored = f"{record.document_sha256} {record.prompt_sha256} {record.compression}"
+    return hashlib.sha256(stored.encode()).hexdigest()
 
 
 def _results_of(spec: JobSpec) -> Results:
@@ -168,13 +177,14 @@ def _results_of(spec: JobSpec) -> Results:
 def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
     """Examine a stored document without reading keys and values."""
     if (why := index.unreadable.get(name)) is not None:
-        return StoredDocument(name, error=f"{name} cannot be asked about: {why}; prefill it again")
+        return StoredDocument(name, error=f"{NOT_NOW}{name}: {why}; prefill it again")
     place = index.places[name]
     try:
         with index.open(name) as (record, kv):
             size = place.kv_bytes
     except DataError as error:
-        return StoredDocument(name, error=str(error))
+        return StoredDocument(name, error=f"{NOT_NOW}{error}")
+    sha256 = contents_of_stored(record)
     if not kv.layers:
         why = "no keys and values are stored for it; prefill it with output.kv = true"
     elif record.parts > 1:
@@ -187,8 +197,9 @@ def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
     elif kv.compression and spec.is_spread:
         why = f"it is compressed ({kv.compression}), which needs one rank; leave parallel.ranks_per_chain out"
     if why is not None or kv.tokens is None:
-        return StoredDocument(name, error=f"{name} cannot be asked about: {why}", is_askable=False)
-    return StoredDocument(name, kv.tokens.text[1], size, place.sha256, None, kv.compression)
+        text = f"{name} cannot be asked about: {why}"
+        return StoredDocument(name, sha256=sha256, error=text, is_askable=False)  # answers from before stay
+    return StoredDocument(name, kv.tokens.text[1], size, sha256, None, kv.compression)
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corpus:

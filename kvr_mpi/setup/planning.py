@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.costs.workload import workload_of
-from kvr_mpi.documents import scan_corpus
+from kvr_mpi.documents import Corpus, scan_corpus
+from kvr_mpi.documents.index import part_numbers
 from kvr_mpi.documents.templates import check_system
-from kvr_mpi.documents.token_counts import Counted, count_corpus
+from kvr_mpi.documents.token_counts import count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
@@ -53,6 +55,7 @@ class PlannedJob:
     schedule: Schedule
     others: list[str]
     errors: dict[str, str]
+    corpus: Corpus
     history: History | None = None
 
     @property
@@ -173,7 +176,8 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
         history = find_history(machine.cache_dir, outline.fingerprint, dtype, groups)
     forecast = forecast_of(spec, outline, frame, groups, hardware, history)
     forecast = replace(forecast, more=more, apart=len(others) - len(alike))
-    found = _count(spec, outline.tokenizer)
+    corpus = _scan(spec)
+    found = count_corpus(outline.tokenizer, map(corpus.read, range(len(corpus))))
     schedule = plan_documents(spec, found.texts, groups, forecast)
     too_long = {
         name: f"too long: {tokens} tokens, but only {frame.text_budget} fit (prompt.too_long = 'error')"
@@ -181,7 +185,9 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
         if tokens and not prompt_tokens(spec.prompt, frame, tokens)
     }
     errors = found.errors | too_long
-    return PlannedJob(spec, outline, forecast, found.texts, found.how, schedule, find_others(spec), errors, history)
+    return PlannedJob(
+        spec, outline, forecast, found.texts, found.how, schedule, find_others(spec), errors, corpus, history
+    )
 
 
 def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
@@ -191,17 +197,22 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
             f"{count} shares of {counted(len(made.texts), 'document')}: some shares would be empty; choose "
             f"{len(made.texts)} or fewer"
         )
-    shares = [made.texts[number::count] for number in range(count)]
+    index, has_limit = made.corpus.index, made.spec.documents.limit is not None
+    parts = np.arange(len(index)) % count if has_limit else part_numbers(made.corpus.files, index, count)
+    shares: list[list[tuple[str, int]]] = [[] for _ in range(count)]
+    for part, text in zip(parts.tolist(), made.texts, strict=True):
+        shares[part].append(text)
     ranks = made.schedule.ranks
     return [
-        replace(made, texts=texts, schedule=plan_documents(made.spec, texts, ranks, made.forecast)) for texts in shares
+        replace(made, texts=texts, schedule=plan_documents(made.spec, texts, ranks, made.forecast))
+        for texts in filter(None, shares)
     ]
 
 
-def _count(spec: JobSpec, tokenizer: Any) -> Counted:
-    """Count the tokens of this job's documents."""
+def _scan(spec: JobSpec) -> Corpus:
+    """Index this job's documents."""
     wanted = spec.documents
     corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, part=wanted.part)
     if not len(corpus):
         raise CorpusError(f"documents.path {wanted.path}: there are no documents in the share {wanted.shard}")
-    return count_corpus(tokenizer, map(corpus.read, range(len(corpus))))
+    return corpus

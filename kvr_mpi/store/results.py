@@ -21,7 +21,7 @@ from kvr_mpi.store.kv import KeysValues, refuse_compressed
 from kvr_mpi.store.log import Header, is_sealed
 from kvr_mpi.store.record import KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
-from kvr_mpi.store.shares import check_corpus, check_same_job, find_runs, tell_missing
+from kvr_mpi.store.shares import check_corpus, check_same_job, find_part, find_runs, tell_missing
 from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.summary import Summary, count_reasons
 from kvr_mpi.store.volumes import Source, open_source
@@ -355,6 +355,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
     joined: Results | None = None
     left = None
     first: dict[int, tuple[Path, str]] = {}  # number of shares to the first run with that number
+    parts = set[int]()  # the runs so far are shares of corpora of so many
     for path in runs:
         run = read_run_file(path) if is_folder(path) else None
         if several and run is not None:
@@ -372,10 +373,12 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
             missing.append(f"{path} has lost keys and values of {counted(len(found.gone), 'document')}: needs --resume")
         elif several and run is not None and left:
             missing.append(f"{path} has {left} of {counted(run.documents, 'document')} left: needs --resume")
+        part = find_part(path) if several else None
+        parts.add(0 if part is None else part[1])
         if joined is None:
             joined = found
         else:
-            _add(joined, found)
+            missing += _add(joined, found, are_parts=len(parts) == 1 and part is not None)
     if joined is None:
         raise DataError(f"no results: {'; '.join(missing)}")
     return replace(joined, paths=runs, missing=tuple(missing), left=None if several else left)
@@ -431,21 +434,33 @@ def _take_some(ids: Iterator[str], size_of: Callable[[str], int]) -> list[str]:
     return taken
 
 
-def _add(joined: Results, share: Results) -> None:
-    """Add the documents of a share; no document may be in two shares."""
+def _add(joined: Results, share: Results, *, are_parts: bool) -> list[str]:
+    """Add the documents of a share; no document may be in two runs.
+
+    are_parts : two documents of the corpus may have the same id: the first one counts, and the other one is missing.
+
+    Returns what is missing.
+    """
     check_same_job(joined.paths[0], joined.header, share.paths[0], share.header)
-    if twice := share.places.keys() & joined.places.keys():
+    twice = share.places.keys() & joined.places.keys()
+    if twice:
         name = min(twice)
         here, there = joined.places[name].source.parent, share.places[name].source.parent
-        raise DataError(
-            f"document {name!r} is in {here} and in {there}, and so are {len(twice) - 1} others; expected shares "
-            f"of one corpus, each document in one share only"
-        )
-    joined.places.update(share.places)
+        if not are_parts:
+            raise DataError(
+                f"document {name!r} is in {here} and in {there}, and so are {len(twice) - 1} others; expected shares "
+                f"of one corpus, each document in one share only"
+            )
+    joined.places.update({name: place for name, place in share.places.items() if name not in twice})
     joined.gone.update(share.gone)
     joined.unreadable.update(share.unreadable)
     joined.damaged.update(share.damaged)
     joined.costs.update(share.costs)
+    if not twice:
+        return []
+    return [
+        f"{counted(len(twice), 'document')} of {there} with the id of one in {here}, such as {name!r}: make ids unique"
+    ]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -142,6 +142,8 @@ def _compare(places: Mapping[str, Place], corpus: Corpus, *, retry_failed: bool)
             continue
         rest.discard(name)
         sha256 = _digest_now(corpus, number)
+        if place.is_done and corpus.digest(number) == place.sha256:  # of a stored document that was pruned since
+            sha256 = place.sha256
         if sha256 is None:  # unknown
             is_kept = place.is_done
             if is_kept:
@@ -257,9 +259,9 @@ def _check_part(folder: Path, corpus: Corpus) -> None:
 
 
 def is_of_job(folder: Path, job: str) -> bool:
-    """Whether this batch job was the last one to write to the folder."""
+    """Whether this batch job was the last one to write to the folder, or may have been: ``run.json`` is damaged."""
     stored = read_run_file(folder)
-    return stored is not None and job != "" and stored.job == job
+    return job != "" and (stored.job == job if stored is not None else RUN_FILE in names_in(folder))
 
 
 def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:

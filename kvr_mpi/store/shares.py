@@ -102,7 +102,7 @@ def _missing(paths: Iterable[Path]) -> Iterable[str]:
     """List the shares that are missing."""
     seen: dict[tuple[Path, int], set[int]] = {}
     for path in paths:
-        share = _share(path)
+        share = find_part(path)
         if share is not None:
             seen.setdefault((path.absolute().parent, share[1]), set()).add(share[0])
     for (parent, count), numbers in seen.items():
@@ -110,7 +110,7 @@ def _missing(paths: Iterable[Path]) -> Iterable[str]:
             yield f"share {number} of {count} in {os.path.relpath(parent)}"
 
 
-def _share(path: Path) -> tuple[int, int] | None:
+def find_part(path: Path) -> tuple[int, int] | None:
     """Return a folder's share and the number of shares, from its name or, more slowly, its ``run.json``."""
     named = SHARE_NAME.fullmatch(path.name)
     if named is not None:

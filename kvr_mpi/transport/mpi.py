@@ -318,7 +318,7 @@ class MpiTransport:
         _wait_asleep(self.comm.Ibcast(length, root))
         buffer = np.frombuffer(bytearray(data), np.uint8) if self.rank == root else np.empty(length[0], np.uint8)
         _wait_asleep(self.comm.Ibcast(buffer, root))
-        return buffer.tobytes()
+        return data if self.rank == root else buffer.tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes on rank 0, in rank order."""

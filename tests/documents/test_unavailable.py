@@ -19,7 +19,7 @@ from made_corpora import write_gzip, write_lines
 
 import kvr_mpi.documents.formats as files_module
 from kvr_mpi import disk
-from kvr_mpi.documents import find_files, read_corpus, scan_corpus
+from kvr_mpi.documents import files, find_files, read_corpus, scan_corpus
 from kvr_mpi.documents.index import hash_id
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_STOPPED, NOT_NOW, CorpusError, KvrError, UnavailableError
 
@@ -157,14 +157,21 @@ def test_a_table_that_is_replaced_while_it_is_read_is_read_again(
     """As a server reports it (ESTALE): rows of two files must not become one list."""
     file, real, left = write_table(tmp_path, "t.jsonl"), files_module.open_regular, [20]
 
+    class IsReplaced(FailsOnce):
+        def _strike(self) -> None:
+            try:
+                super()._strike()
+            except OSError:
+                write_lines(file, {"id": "new", "text": "1"}, *ROWS)
+                raise
+
     def fails_at_row_20(path: Path, **options: Any) -> BinaryIO:
-        stream = FailsOnce(real(path, **options).detach())
+        stream = IsReplaced(real(path, **options).detach())
         stream.left = left
         return stream
 
     with faults():
         monkeypatch.setattr(files_module, "open_regular", fails_at_row_20)
-        monkeypatch.setattr(disk.time, "sleep", lambda seconds: write_lines(file, {"id": "new", "text": "1"}, *ROWS))
         known = scan_corpus([str(file)])
         monkeypatch.undo()
     assert [known.id(n) for n in range(len(known)) if known.is_transient(n)] == ["t.jsonl"] and len(known) == 20
@@ -181,7 +188,20 @@ def test_a_file_that_cannot_seek_is_read_once_for_all_prompts(
     numbers = random.Random(0).sample(range(len(corpus)), len(corpus))  # in any order
     texts = {number: corpus.read(number).text for number in numbers}
     assert [texts[number] for number in range(len(corpus))] == [row["text"] for row in ROWS for _ in range(3)]
-    assert len(opened) == 1
+    assert len(opened) == (1 if name.endswith(".gz") else pytest.approx(15, abs=10)), "a few times for 5 row groups"
+
+
+def test_a_row_of_parquet_is_found_in_its_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, read, real = scan_corpus([str(write_table(tmp_path, "t.parquet"))]), list[int](), files.parquet_rows
+
+    def watched(*given: Any) -> Any:
+        for number, row in real(*given):
+            read.append(number)
+            yield number, row
+
+    monkeypatch.setattr(files, "parquet_rows", watched)
+    assert [corpus.read(number).id for number in (35, 12, 33, 11)] == ["row-35", "row-12", "row-33", "row-11"]
+    assert read == [32, 33, 34, 35, 8, 9, 10, 11, 12]
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENFILE, errno.ENOENT])

@@ -105,6 +105,8 @@ STAT(stat, stat) STAT(stat64, stat64) STAT(lstat, stat) STAT(lstat64, stat64)
 STATAT(fstatat, stat) STATAT(fstatat64, stat64)
 int statx(int folder, const char *path, int flags, unsigned mask, struct statx *found) {
   REAL(statx);
+  const char *volatile given = path; /* declared as never null */
+  if (!given) return real(folder, path, flags, mask, found); /* Rust asks so whether the kernel has this call. */
   FAIL(*path ? fault_at("stat", folder, path) : fault_of("stat", folder), -1);
   return real(folder, path, flags, mask, found);
 }

@@ -18,10 +18,11 @@ from made_runs import HEADER, IDENTITY, NAMES, corpus_of, part_of, record, resul
 from kvr_mpi.disk import RUN_FILE
 from kvr_mpi.documents import Corpus, scan_corpus
 from kvr_mpi.errors import NOT_NOW, DataError, OutputError
+from kvr_mpi.store.lock import this_process
 from kvr_mpi.store.log import Header, seal, unseal
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.run import differing_settings, read_run_file
+from kvr_mpi.store.run import differing_settings, is_of_job, read_run_file
 from kvr_mpi.store.status import read_status
 from kvr_mpi.store.volumes import RESULTS, SCHEMA_VERSION
 
@@ -75,6 +76,17 @@ def test_failed_documents_stay_unless_they_are_to_be_tried_again(tmp_path: Path)
     assert resume(tmp_path)[:2] == ({"a", "b", "dir/c", ".."}, {"d"})
     found = {each.id: each for each in open_results(tmp_path)}
     assert found["d"].answer == "again" and found["b"].status == "done"
+
+
+def test_a_requeued_job_deletes_nothing_while_it_is_unknown_whose_results_they_are(tmp_path: Path) -> None:
+    assert not is_of_job(tmp_path, "17")
+    begin(tmp_path, record("a"), owner=this_process("17"))
+    assert [is_of_job(tmp_path, job) for job in ("17", "18", "")] == [True, False, False]
+    file = tmp_path / RUN_FILE
+    file.write_bytes(file.read_bytes()[:-20])
+    assert [is_of_job(tmp_path, job) for job in ("17", "18", "")] == [True, True, False]
+    file.unlink()
+    assert not is_of_job(tmp_path, "17"), "it is the first that --overwrite deletes"
 
 
 def test_overwrite_deletes_our_files_and_no_others(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import transformers
 from constants import Kvr
 from made_runs import HEADER, corpus_of, part_of, record, take, write, write_share
 
+from kvr_mpi.documents import CorpusPart
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, EXIT_USAGE, DataError
 from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.log import Header
@@ -144,6 +145,20 @@ def test_runs_that_are_no_shares_of_one_job_are_refused(array: Path, tmp_path: P
         assert code == wanted and words in err, err
         assert words != "'doc-03' is in " or ("share-3-of-12" in err and "again" in err)
     assert not (tmp_path / "all.h5").exists()
+
+
+def test_two_documents_with_one_id_in_two_shares_are_named_and_stop_nothing(tmp_path: Path, run_kvr: Kvr) -> None:
+    for number, names in enumerate((["a", "b"], ["c", "a"])):
+        folder = tmp_path / f"share-{number}-of-2"
+        take(folder, corpus=replace(corpus_of(names), part=CorpusPart(number, 2), cut="same")).lock.release()
+        write(folder, 0, [record(name, answer=f"{name} of share {number}") for name in names])
+    code, _, err = run_kvr("merge", tmp_path, "-o", tmp_path / "all.h5")
+    assert code == EXIT_BAD_DATA and "'a'" in err and "share-0-of-2" in err and "share-1-of-2" in err
+    assert [(one.id, one.answer[-1]) for one in open_results(tmp_path / "all.h5")] == [
+        ("a", "0"),
+        ("b", "0"),
+        ("c", "1"),
+    ]
 
 
 def test_status_and_inspect_show_an_array_as_one_run(array: Path, run_kvr: Kvr) -> None:

@@ -90,6 +90,13 @@ def test_some_documents_a_file_of_questions_and_resuming(run: Path, tmp_path: Pa
     assert "4 questions already done" in ask(*asked, ranks=3, to="asked", words=["--resume"]).log
 
 
+def test_answers_stay_when_keys_and_values_are_pruned(run: Path, ask: Ask, run_kvr: Any) -> None:
+    before = ask(run, to="asked").records
+    assert run_kvr("prune", run, "--doc", "doc-1.txt")[0] == 0
+    again = ask(run, "output.max_failed=2", to="asked")
+    assert "nothing left to do" in again.log and again.records == before
+
+
 @pytest.mark.slow
 def test_the_answer_may_be_asked_about_again_and_one_too_long_is_an_error_record(run: Path, ask: Ask) -> None:
     """What is asked is stored like any prompt, if that is wanted."""
