@@ -253,9 +253,10 @@ class Planner:
         """Refuse a prompt that does not fit on an empty chain."""
         free, prompt, pool = min(self._free_bytes), plan.prompt, self._setup.pool
         assert plan.needs is not None
-        pairs = zip(plan.needs, plan.rows, strict=True)
-        if pool.is_paged and not all(self._has_room(free, need, rows, 0) for need, rows in pairs):
-            rest = max(plan.needs) - max(plan.rows)
+        rest = max(plan.needs) - max(plan.rows)
+        if plan.partition is None and drop is None:  # alone in its row
+            rest = footprint.activation_bytes(plan.row_tokens)
+        if pool.is_paged and not all(self._has_room(free, rows + rest, rows, 0) for rows in plan.rows):
             raise DocumentError(
                 f"a prompt of {prompt.tokens} tokens does not fit: a rank has {pool.nbytes / GIB:.2f} GiB for keys and "
                 f"values and {(free - pool.nbytes) / GIB:.2f} GiB for the rest of a prefill, and one needs "

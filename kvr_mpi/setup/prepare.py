@@ -30,7 +30,7 @@ from kvr_mpi.job.combinations import PROMPTS, check_combinations, why_no_effect,
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
-from kvr_mpi.kv.pool import PAGE_ROWS, Pool
+from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted, tokenizer_fingerprint
@@ -43,6 +43,7 @@ from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix, own_pool
+from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
@@ -66,7 +67,8 @@ LEAST_PREFIX_TOKENS = 32  # shorter instructions are computed with every prompt,
 MOST_COUNTED = 1 << 20  # longer prompts, such as those of models without a maximum length, may need chunks in any case
 EXAMPLE_TOKENS = 8192  # slices are shown for this length if the model's configuration has no maximum length
 
-# Least share of the prompt memory on a GPU that is allocated for keys and values; the rest is for a prompt's prefill.
+# Share of the prompt memory on a GPU that is allocated for keys and values, if it is too small for the longest prompt's
+# and its prefill, which may then run in chunks.
 POOL_SHARE = 1 / 2
 
 
@@ -362,16 +364,18 @@ def _footprint_of(loaded: LoadedModel, max_tokens: int, new_tokens: int, free_by
 
 
 def _make_pool(loaded: LoadedModel, longest: int, footprint: Footprint | None, free_bytes: int) -> Pool:
-    """Make a paged pool of this rank's documents, with all memory that the longest prompt's prefill leaves.
+    """Make a paged pool of this rank's documents, with all memory that a prefill leaves.
 
-    longest : tokens of the longest prompt and its answer.
+    longest : tokens of the longest prompt and its answer; many short prompts in one row may need more.
     """
     each = loaded.shape.kv_bytes_per_token
     room = free_bytes
     if footprint is not None:
-        tokens = min(longest, MOST_COUNTED, free_bytes // each)
-        room -= footprint.route_bytes(relay(Partition((0, max(1, tokens))), 0)) - tokens * each
-    pages = int(max(POOL_SHARE * free_bytes, room)) // (each * PAGE_ROWS)
+        tokens = max(1, min(longest, MOST_COUNTED, free_bytes // each))
+        rest = footprint.route_bytes(relay(Partition((0, tokens)), 0)) - tokens * each
+        room -= max(rest, footprint.activation_bytes(max(tokens, PACK_TOKENS[loaded.device.type])))
+        room = max(room, min(int(POOL_SHARE * free_bytes), pages_for(tokens) * PAGE_ROWS * each))
+    pages = room // (each * PAGE_ROWS)
     return Pool(loaded.shape.layers, loaded.dtype, loaded.device, max(1, pages) * PAGE_ROWS)
 
 

@@ -107,6 +107,7 @@ def test_ranks_use_flash_attention_in_bfloat16(
     command: str, words: str, said: str, kernel: str, job: Path, launch: Any, gpus: PretendedCuda, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("kvr_mpi.setup.verify.NEW_TOKENS", 2)
+    monkeypatch.setattr("kvr_mpi.decode.step_graph.STEPS_BEFORE", 99)  # what is pretended cannot be replayed
     monkeypatch.setattr("kvr_mpi.setup.prepare.why_not_packed", lambda *given: None)  # its trial uses pages, too
     given = [*words.split(), *([job.parent / "tables"] if command == "search" else [])]
     assert said in launch(2, job, *given, settings=("model.dtype=bfloat16",), command=command)

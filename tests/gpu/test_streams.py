@@ -114,7 +114,7 @@ def test_a_receive_waits_for_the_last_use_of_its_buffer(
 ) -> None:
     """The second of three ranks uses few buffers for six layers. An event from before its layers is a race."""
     now = LayerBuffers._now
-    monkeypatch.setattr("kvr_mpi.kv.cache.LAYERS_HELD", 1)
+    monkeypatch.setattr("kvr_mpi.kv.chain.LAYERS_HELD", 1)
     if is_stale:
         monkeypatch.setattr(LayerBuffers, "_now", lambda self: vars(self).setdefault("stale", now(self)))
     run_chain(gpus, network, 6)
@@ -129,7 +129,7 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
     """It waits for no kernel of the layer before its own, or the computation would stand still in every layer."""
     gpus.watches = False
     if is_late:
-        monkeypatch.setattr("kvr_mpi.kv.cache.FEW_AHEAD", 0)
+        monkeypatch.setattr("kvr_mpi.kv.chain.FEW_AHEAD", 0)
         monkeypatch.setattr(LayerBuffers, "_now", lambda self: None)
     kernels = run_chain(gpus, network, 7)
     for rank in (1, 2):
@@ -137,7 +137,7 @@ def test_a_receive_is_posted_a_layer_before_it_is_needed(
         assert (min(later) < kernels[rank]) == is_late
 
 
-@pytest.mark.parametrize("how", [{}, {"is_spread": True}])
+@pytest.mark.parametrize("how", [{}, {"is_sharded": True}])
 def test_more_layers_take_no_more_waits_of_the_host_and_no_more_streams(
     how: dict[str, Any], gpus: PretendedCuda, network: Network
 ) -> None:
