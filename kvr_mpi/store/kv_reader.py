@@ -390,7 +390,7 @@ def _concatenated(parts: Sequence[KeysValues], dim: int) -> KeysValues:
 
 def read_rows(layer: _Layer, column: int, first: int, last: int) -> torch.Tensor:
     """Read a range of tokens of keys (column 0) or values (1), and verify the blocks that contain them."""
-    dataset, block = layer[column], BLOCK_TOKENS
+    dataset, block = (layer.keys, layer.values)[column], BLOCK_TOKENS
     start, stop = first // block * block, min(-(-last // block) * block, layer.tokens)
     path = Path(dataset.file.filename)
 

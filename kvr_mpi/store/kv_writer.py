@@ -144,12 +144,13 @@ class KVWriter:
         assert not self.is_writing, "a document is being written"
         self._file.close()
         sync(self._part)
+        written = [Piece(name, str(self._part), *of) for name, of in self.pieces.items()]
         try:
-            damaged = check_pieces(self._part, [Piece(name, str(self._part), *of) for name, of in self.pieces.items()])
+            damage = [*check_pieces(self._part, written).values()]
         except DataError as error:
-            damaged = {Piece("", "", 0, ""): str(error)}
-        for why in damaged.values():
-            raise OSError(errno.EIO, f"it differs from what was written: {why}", str(self._part))
+            damage = [str(error)]
+        if damage:
+            raise OSError(errno.EIO, f"it differs from what was written: {damage[0]}", str(self._part))
         check(self._part)
         if not self._replaces and os.path.lexists(self.path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self.path))

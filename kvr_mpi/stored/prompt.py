@@ -112,7 +112,7 @@ def _read_heads(name: str, kv: KVReader, layer: int, tokens: int, heads: tuple[i
     if kept is None:
         keys, values = kv.read(layer, 0, tokens, heads)
         return list(zip(keys.unbind(1), values.unbind(1), strict=True))
-    keys, values = (each.squeeze(1).split([*map(len, kept)]) for each in kv.read(layer))
+    keys, values = (torch.split(each.squeeze(1), [*map(len, kept)]) for each in kv.read(layer))
     counts = [int(np.searchsorted(own, tokens)) for own in kept]
     if not all(counts):
         raise DataError(
