@@ -46,10 +46,10 @@ from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.setup.loading import load_on_all
 from kvr_mpi.store.kv import CachedTokens, KeysValues
+from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.choose import open_transport
@@ -240,9 +240,9 @@ class Bench:
         return ours, time.perf_counter() - began
 
 
-def stored_in(file: Path) -> StoredKV:
+def stored_in(file: Path) -> KVReader:
     """Open the document's keys and values, for as long as the process runs."""
-    return open_pieces("document", open_results(file.parent, verify=False).places["document"].pieces)
+    return KVReader("document", open_results(file.parent, verify=False).places["document"].pieces)
 
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:

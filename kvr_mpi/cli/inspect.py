@@ -106,9 +106,9 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
         found.check()
         layers: list[dict[str, Any]] = []
         for number in found.layers:
-            (keys, values, dtype), rows = found.format(number), found.rows(number)
+            (keys, values, dtype), kept = found.format(number), found.kept(number)
             layer = {"layer": number, "keys": list(keys), "values": list(values), "dtype": dtype}
-            layers.append(layer | ({} if rows is None else {"head_rows": list(rows.counts)}))
+            layers.append(layer | ({} if kept is None else {"head_rows": [*map(len, kept)]}))
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
@@ -120,8 +120,8 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             click.echo(f"{name:21} {printable(shown)}")
     if found.compression:
-        kept = [count for layer in layers for count in layer.get("head_rows", ())]
-        mean = sum(kept) / len(kept)
+        counts = [count for layer in layers for count in layer.get("head_rows", ())]
+        mean = sum(counts) / len(counts)
         click.echo(f"{'kv':21} {len(layers)} layers, compressed: {mean:.0f} tokens per KV head on average")
     elif layers:
         first = layers[0]

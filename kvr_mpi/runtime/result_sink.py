@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import numpy as np
-import torch
 
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.chain import layer_kv
@@ -14,9 +13,9 @@ from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.work_queue import Slot
 from kvr_mpi.setup.job_setup import JobSetup
-from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues
+from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.writer import LayersWriter, ResultWriter
+from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import KVHeads
 from kvr_mpi.transport.counters import Counters
 
@@ -74,7 +73,7 @@ class ResultSink:
 
     def writing_slice(
         self, record: Record, bounds: tuple[int, int], prompt: PromptText
-    ) -> AbstractContextManager[LayersWriter]:
+    ) -> AbstractContextManager[ResultWriter]:
         """Store this rank's keys and values layer by layer during prefill."""
         (start, stop), text = bounds, prompt.text
         text = min(text[0], stop), min(text[1], stop)
@@ -103,12 +102,11 @@ def _stored_cache(
     layers = [layer_kv(cache, layer, first) for layer in numbers]
     ids = (*prompt.ids, *record.token_ids)  # the answer's last token has no keys and values
     if prefill.retained is not None:
-        kept = {layer_idx: cache.kept_positions(layer_idx) for layer_idx in sorted(cache.ragged)}
-        rows = {
-            layer: HeadRows(tuple(map(len, heads)), torch.cat(heads).numpy().astype(np.int32))
-            for layer, heads in kept.items()
+        kept = {
+            layer_idx: tuple(own.numpy().astype(np.int32) for own in cache.kept_positions(layer_idx))
+            for layer_idx in sorted(cache.ragged)
         }
-        return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, rows, heads=held)
+        return layers, CachedTokens(ids[: cache.length], prompt.text, 0, prefill.retained.method, kept, heads=held)
     ids = ids[: cache.get_seq_length() if prefill.is_plain else cache.length]
     if all(layer is None or first + len(layer[0]) == len(ids) for layer in layers):
         return layers, CachedTokens(ids, prompt.text, first, heads=held)

@@ -34,9 +34,10 @@ from kvr_mpi.disk import (
 from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, KvrError, OutputError, UnavailableError
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
+from kvr_mpi.store.kv import Piece
+from kvr_mpi.store.kv_reader import check_pieces
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
 from kvr_mpi.store.record import read_head, read_record
-from kvr_mpi.store.stored_kv import Piece, check_pieces
 from kvr_mpi.store.summary import shorten
 from kvr_mpi.store.volumes import RESULTS, is_ours, lines_of
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -17,12 +17,12 @@ from kvr_mpi.disk import VOLUME_NAME, is_folder, is_output_folder, names_in, rea
 from kvr_mpi.errors import ConfigError, DataError, MissingError, choices, counted
 from kvr_mpi.store.cost import Cost, total_cost
 from kvr_mpi.store.folder import Place, Survey, has_results, survey
-from kvr_mpi.store.kv import KeysValues, refuse_compressed
+from kvr_mpi.store.kv import KeysValues
+from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header, is_sealed
 from kvr_mpi.store.record import KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.shares import check_corpus, check_same_job, find_part, find_runs, tell_missing
-from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.summary import Summary, count_reasons
 from kvr_mpi.store.volumes import Source, open_source
 
@@ -268,7 +268,7 @@ class Results:
             If the data are damaged.
         """
         with self.open(document_id) as (_, kv):
-            refuse_compressed(kv.compression, document_id, "Results.kv()")
+            kv.refuse_compressed("Results.kv()")
             if not kv.layers:
                 raise ConfigError(
                     f"document {document_id!r} has no keys and values: its run had output.kv = false, it failed, or "
@@ -284,7 +284,7 @@ class Results:
         return DocumentKV(read, None if known is None else tuple(known.ids), None if known is None else known.text)
 
     @contextmanager
-    def open(self, document_id: str) -> Iterator[tuple[Record, StoredKV]]:
+    def open(self, document_id: str) -> Iterator[tuple[Record, KVReader]]:
         """Open a document's record, with keys and values that are read on demand, for the duration of the block.
 
         Raises
@@ -295,7 +295,7 @@ class Results:
             If the document is damaged.
         """
         record = self[document_id]
-        with closing(open_pieces(document_id, self.places[document_id].pieces)) as kv:
+        with KVReader(document_id, self.places[document_id].pieces) as kv:
             yield record, kv
 
     def place(self, document_id: str) -> Place:

@@ -13,21 +13,21 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
 
-import h5py
-
-from kvr_mpi.disk import VOLUME_NAME, names_in, remove, replaced, sync
+from kvr_mpi.disk import LEFTOVER_S, VOLUME_NAME, final_name, names_in, remove, remove_parts, sync
 from kvr_mpi.errors import DataError, OutputError, Say, UnavailableError, counted
 from kvr_mpi.store.folder import Place, list_logs, survey
-from kvr_mpi.store.kv import PieceWriter
+from kvr_mpi.store.kv import Piece, piece_id
+from kvr_mpi.store.kv_reader import KVReader
+from kvr_mpi.store.kv_writer import KVWriter
 from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal
 from kvr_mpi.store.record import record_values
 from kvr_mpi.store.results import Results, read_results
-from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces, piece_id, verify_written
-from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, volume_line, write_lines
+from kvr_mpi.store.volumes import LOG, RECORDS, RESULTS, volume_line
 
 # If keys and values are larger than this in total, they stay in their volumes: copying would double the writing.
 MERGE_MAX_BYTES = 4 << 30
@@ -89,9 +89,8 @@ def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[],
     logs = list_logs(names_in(folder))
     kept = {Path(piece.path).name for place in found.places.values() for piece in place.pieces}
     if logs or (copies_kv and kept - {RESULTS}):
-        with rewriting(result) as part:
-            kept = write_results(part, found, lambda place: copies_kv or _is_inside(place, result), should_stop)
-    volumes = [name for name in names_in(folder) if VOLUME_NAME.fullmatch(name)]
+        kept = write_results(result, found, lambda place: copies_kv or _is_inside(place, result), should_stop)
+    volumes = [name for name in names_in(folder) if VOLUME_NAME.fullmatch(final_name(name))]
     # The oldest log first: a line that drops earlier records must be removed no later than the records after it.
     for name in (*logs, *(name for name in volumes if name not in kept)):
         remove(folder / name)
@@ -112,17 +111,15 @@ def merge_runs(paths: Sequence[Path], target: Path) -> tuple[str, ...]:
     different jobs, or a document is in two of them, and `OutputError` if the file cannot be written.
     """
     found = read_results(paths)
-    with rewriting(target) as part:
-        write_results(part, found)
+    write_results(target, found)
     return found.missing
 
 
 @contextlib.contextmanager
-def rewriting(result: Path) -> Iterator[Path]:
-    """Yield the name of a file that will replace `result` (`replaced`); raise `OutputError` if it cannot be written."""
+def rewriting(result: Path) -> Iterator[None]:
+    """Raise `OutputError` if a file cannot be written."""
     try:
-        with replaced(result) as part:
-            yield part
+        yield
     except UnavailableError:  # of a file that was to be copied
         raise
     except (OSError, RuntimeError) as error:
@@ -136,52 +133,48 @@ def write_results(
     copies: Callable[[Place], bool] = lambda _: True,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> set[str]:
-    """Write every document once to a new file; return the names of the volumes that it still needs.
+    """Write every document once to a new file, which replaces `target`; return the volumes that it still needs.
 
     `copies` decides whether a document's keys and values are copied, as one piece; others stay in their volumes.
-    `should_stop` is called before each document. The new file is read again when it is complete. Raises `DataError` if
-    a document cannot be read, and `OSError` if the file could not be written as it should be.
+    `should_stop` is called before each document. Raises `DataError` if a document cannot be read, and `OutputError` if
+    the file cannot be written.
     """
-    inside: dict[str, tuple[int, str]] = {}
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
-    with create_volume(target) as file, TemporaryFile(dir=target.parent) as records:
+    with rewriting(target), KVWriter(target, replaces=True) as new, TemporaryFile(dir=target.parent) as records:
         for name, record in zip(found.ids(), found, strict=True):
             if should_stop():
                 raise _StoppedError
             place = found.places[name]
             needs = place.needs
             if needs and copies(place):
-                with contextlib.closing(open_pieces(name, place.pieces)) as kv:
+                with KVReader(name, place.pieces) as kv:
                     needs = (piece_id(record, kv.tokens),)
-                    inside[needs[0]] = _write_piece(file[KV], needs[0], kv)
+                    new.copy(needs[0], kv)
             else:
                 for each in place.pieces:
                     beside.setdefault(Path(each.path), {})[each.id] = (each.bytes, each.sha256)
             records.write(seal(record_values(record, needs)))
-        write_lines(file, RECORDS, records)
+        new.write_lines(RECORDS, records)
         log = BytesIO()
         log.write(seal(found.header.as_line()))
-        log.write(seal({"line": VOLUME, "name": RESULTS, "size_bytes": 0, "pieces": inside}))
+        log.write(seal({"line": VOLUME, "name": RESULTS, "size_bytes": 0, "pieces": new.pieces}))
         for volume, pieces in sorted(beside.items()):
             log.write(volume_line(volume, pieces))
         for cost in found.costs.values():
             log.write(seal(cost.as_line()))
-        write_lines(file, LOG, log)
-    sync(target)
-    verify_written(target, inside)
-    written = survey(target)
-    if written.damaged or written.records.keys() != found.places.keys() or not written.headers:
-        why = ", ".join(written.damaged.values()) or "records are missing"
-        raise OSError(errno.EIO, f"it differs from what was written: {why}", str(target))
+        new.write_lines(LOG, log)
+        new.finish(partial(_check_records, found))
+    with contextlib.suppress(OSError):
+        remove_parts(target.parent, target.name, older_s=LEFTOVER_S)
     return {volume.name for volume in beside}
 
 
-def _write_piece(parent: h5py.Group, name: str, kv: StoredKV) -> tuple[int, str]:
-    """Copy keys and values, whose checksums are verified as they are read, as one piece."""
-    writer = PieceWriter(parent, key_of(name), kv.tokens)
-    for number in kv.layers:
-        writer.add(number, kv.read(number))
-    return writer.finish()
+def _check_records(found: Results, part: Path) -> None:
+    """Raise `OSError` unless a new file has the records of all documents."""
+    written = survey(part)
+    if written.damaged or written.records.keys() != found.places.keys() or not written.headers:
+        why = ", ".join(written.damaged.values()) or "records are missing"
+        raise OSError(errno.EIO, f"it differs from what was written: {why}", str(part))
 
 
 def list_stored(found: Results) -> list[str]:
@@ -244,13 +237,10 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
 
 def _rewrite_volume(target: Path, log: LogWriter, pieces: Sequence[Piece]) -> None:
     """Copy pieces of one volume to a new one, and list the new volume in the log."""
-    listed = {}
-    with rewriting(target) as part:
-        with create_volume(part) as file:
-            for piece in pieces:
-                with contextlib.closing(open_pieces(piece.id, [piece], is_part=True)) as kv:
-                    listed[piece.id] = _write_piece(file[KV], piece.id, kv)
-        sync(part)
-        verify_written(part, listed)
-    log.write(volume_line(target, listed))
+    with rewriting(target), KVWriter(target) as new:
+        for piece in pieces:
+            with KVReader(piece.id, [piece], is_part=True) as kv:
+                new.copy(piece.id, kv)
+        new.finish()
+    log.write(volume_line(target, new.pieces))
     log.sync()

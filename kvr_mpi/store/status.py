@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-from kvr_mpi.disk import is_folder, names_in
+from kvr_mpi.disk import VOLUME_NAME, final_name, is_folder, names_in
 from kvr_mpi.errors import DataError, MissingError
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
 from kvr_mpi.store.results import Results, look
@@ -74,6 +74,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         if not names_in(folder):
             raise DataError(f"{folder} is empty; a job that has just begun loads its model first")
         raise DataError(f"{folder}: not a run; expected the output folder of a run")
+    volumes = {name for name in names_in(folder) if VOLUME_NAME.fullmatch(final_name(name))}
     now = time.time() if now_s is None else now_s
     alive = is_alive(folder, 2.5 * BEAT_S)
     results, total = Results.of(found), None if run is None else run.documents
@@ -105,7 +106,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
         size_bytes=sum(found.sizes_bytes.values()),
         damaged=tuple(sorted(found.damaged)),
         missing=tuple(found.missing),
-        unfinished=tuple(found.unlisted),
+        unfinished=tuple(sorted(volumes - found.volumes.keys())),
         reasons=summary.reasons,
         ranks=ranks,
         silent=silent_ranks(ranks),

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import PART_CHARS, create
+from kvr_mpi.disk import PART_CHARS, create, replaced
 from kvr_mpi.errors import OutputError
-from kvr_mpi.store.kv import KINDS, refuse_compressed
+from kvr_mpi.store.kv import KINDS
 from kvr_mpi.store.results import Results
 from kvr_mpi.store.rewrite import rewriting
 from kvr_mpi.store.volumes import key_of
@@ -37,7 +37,7 @@ def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int
     count = 0
     for name in results.ids("done"):
         with results.open(name) as (record, kv):
-            refuse_compressed(kv.compression, name, "kvr export --kv")
+            kv.refuse_compressed("kvr export --kv")
             tensors = {
                 f"layer_{number:03d}.{kind}": tensor.contiguous()
                 for number in kv.layers
@@ -55,7 +55,7 @@ def export_kv(results: Results, folder: Path, *, overwrite: bool = False) -> int
         file = folder / tensors_file(key_of(name))
         if file.exists() and not overwrite:
             raise OutputError(f"{file} exists; add --overwrite, or choose another folder")
-        with rewriting(file) as part:
+        with rewriting(file), replaced(file) as part:
             os.close(create(part))  # created exclusively: safetensors would follow a symbolic link
             save_file(tensors, part, metadata={ABOUT: json.dumps(about)})
         count += 1

@@ -28,25 +28,15 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 import h5py
-import numpy as np
 
 from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular, retried
 from kvr_mpi.errors import DataError, ForeignError
-from kvr_mpi.store.hdf5 import (
-    NewFile,
-    create_dataset,
-    dataset_in,
-    open_hdf5,
-    read_attribute,
-    where,
-    write_attribute,
-)
+from kvr_mpi.store.hdf5 import dataset_in, open_hdf5, read_attribute, where
 from kvr_mpi.store.log import LINE_BYTES, VOLUME, seal
 
 RESULTS = "results.h5"
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 5
 LOG, RECORDS, KV = "log", "records", "kv"
-BLOCK_BYTES = 4 << 20
 
 
 def is_ours(name: str) -> bool:
@@ -58,15 +48,6 @@ def key_of(any_id: str) -> str:
     """Encode an id as the name of a group or file: percent-encoded, never a path, ``.`` or ``..``."""
     key = quote(any_id, safe=" ,+=@()")
     return key.replace(".", "%2E") if set(key) == {"."} else key
-
-
-def create_volume(path: Path) -> NewFile:
-    """Create a new file, and write its schema."""
-    file = NewFile(path)
-    write_attribute(file, "schema", SCHEMA)
-    write_attribute(file, "schema_version", SCHEMA_VERSION)
-    file.create_group(KV)
-    return file
 
 
 def volume_line(volume: Path, pieces: Mapping[str, tuple[int, str]]) -> bytes:
@@ -95,16 +76,6 @@ def open_volume(path: Path) -> Iterator[h5py.File]:
                 f"{path} has schema version {version}; this kvr-mpi reads version {SCHEMA_VERSION} only: {remedy}"
             )
         yield file
-
-
-def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
-    """Write lines as a dataset of bytes."""
-    data = create_dataset(file, name, h5py.h5t.STD_U8LE, (lines.seek(0, os.SEEK_END),))
-    space, at = data.get_space(), lines.seek(0)
-    while block := lines.read(BLOCK_BYTES):
-        space.select_hyperslab((at,), (len(block),))
-        data.write(h5py.h5s.create_simple((len(block),)), space, np.frombuffer(block, np.uint8))
-        at += len(block)
 
 
 @dataclass(frozen=True, slots=True)

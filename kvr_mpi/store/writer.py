@@ -16,22 +16,19 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from kvr_mpi.disk import sync
 from kvr_mpi.errors import WriteError
 from kvr_mpi.model.devices import copy_to_host
 from kvr_mpi.store.cost import Cost
-from kvr_mpi.store.hdf5 import NewFile
-from kvr_mpi.store.kv import CachedTokens, KeysValues, PieceWriter
+from kvr_mpi.store.kv import CachedTokens, KeysValues, piece_id, piece_ids
+from kvr_mpi.store.kv_writer import KVWriter
 from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.log import LINE_BYTES, Header, LogWriter, seal
 from kvr_mpi.store.record import Record, record_values
-from kvr_mpi.store.stored_kv import piece_id, piece_ids, verify_written
-from kvr_mpi.store.volumes import KV, create_volume, key_of, volume_line
+from kvr_mpi.store.volumes import volume_line
 from kvr_mpi.trace import Recorder
 
 if TYPE_CHECKING:
@@ -45,46 +42,6 @@ VOLUME_S, LEAST_VOLUME_S, AGE_SHARE, OLD_SHARE = 60.0, 1.0, 0.1, 0.02
 VOLUME_BYTES = 1 << 30
 MARGIN_BYTES = 256 << 10  # free space below which nothing more is written, so that what was written can be completed
 IN_FLIGHT_BYTES = 512 << 20  # limit of keys and values in the queue; beyond it `write` blocks
-
-
-@dataclass(slots=True)
-class _Volume:
-    """The volume being written."""
-
-    file: NewFile
-    path: Path
-    due_s: float  # on the monotonic clock
-    pieces: dict[str, tuple[int, str]] = field(default_factory=dict)  # as in the volume's log line
-
-
-@dataclass(slots=True)
-class LayersWriter:
-    """Writes a document layer by layer; see `ResultWriter.writing_piece`.
-
-    count : number of layers so far.
-    began_s : on ``time.perf_counter``.
-    """
-
-    record: Record
-    tokens: CachedTokens | None
-    has_record: bool
-    put: Callable[[LayersWriter, KeysValues], None]
-    count: int = 0
-    is_dropped: bool = False
-    began_s: float = field(default_factory=time.perf_counter)
-
-    def add_layer(self, layer: KeysValues | None) -> None:
-        """Add a layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none.
-
-        They are copied, so they may change afterwards.
-        """
-        if layer is not None:
-            self.put(self, layer)
-        self.count += 1
-
-    def drop(self) -> None:
-        """Discard the document."""
-        self.is_dropped = True
 
 
 def volume_s(age_s: float) -> float:
@@ -121,9 +78,11 @@ class ResultWriter:
         self._name = f"kv-{session:04d}-{rank:04d}"
         self._log = LogWriter(folder, session, rank, header)
         self._sync_s: float | None = None  # when the log must be synced
-        self._volume: _Volume | None = None
-        self._piece: PieceWriter | None = None  # of the document that is being written
+        self._volume: KVWriter | None = None
+        self._due_s = math.inf  # when the volume must be completed
         self._count, self._began_s = 0, time.monotonic()
+        self._document: tuple[Record, CachedTokens | None] = Record("", ""), None  # of `writing_piece`
+        self._layer, self._is_dropped = 0, False
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._room, self._waiting_bytes = threading.Condition(), 0
         self._error: Exception | None = None
@@ -145,27 +104,43 @@ class ResultWriter:
         `layers` has each layer's keys and values (tokens, kv_heads, head_dim), on any device, or None; they are copied,
         so they may change afterwards. `tokens` are their tokens. Without `has_record` another rank writes the record.
         """
-        with self.writing_piece(record, tokens, has_record=has_record) as document:
+        with self.writing_piece(record, tokens, has_record=has_record):
             for layer in layers:
-                document.add_layer(layer)
+                self.add_layer(layer)
 
     @contextlib.contextmanager
-    def writing_piece(
-        self, record: Record, tokens: CachedTokens | None, *, has_record: bool = False
-    ) -> Iterator[LayersWriter]:
-        """Add keys and values layer by layer, as `write` does; nothing else may be written meanwhile.
+    def writing_piece(self, record: Record, tokens: CachedTokens | None, *, has_record: bool = False) -> Iterator[Self]:
+        """Add keys and values layer by layer (`add_layer`), as `write` does; nothing else may be written meanwhile.
 
-        If the block raises, or the document is dropped, its layers are discarded.
+        If the block raises, or calls `drop`, the layers are discarded.
         """
         self._check()
-        document = LayersWriter(record, tokens, has_record, self._put)
+        self._document, self._layer, self._is_dropped = (record, tokens), 0, False
+        began_s = time.perf_counter()
         try:
-            yield document
+            yield self
         except BaseException:
-            document.drop()
+            self.drop()
             raise
         finally:
-            self._tasks.put(partial(self._end, document))
+            self._tasks.put(partial(self._end, record, tokens, has_record, self._is_dropped, began_s))
+
+    def add_layer(self, layer: KeysValues | None) -> None:
+        """Add a layer's keys and values (tokens, kv_heads, head_dim), on any device, or None if it has none.
+
+        They are copied, so they may change afterwards.
+        """
+        if layer is not None:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in layer)
+            with self._room:
+                self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
+                self._waiting_bytes += size
+            self._tasks.put(partial(self._add_layer, *self._document, self._layer, copy_to_host(*layer), size))
+        self._layer += 1
+
+    def drop(self) -> None:
+        """Discard the document of `writing_piece`."""
+        self._is_dropped = True
 
     def end_with(self, cost: Cost) -> None:
         """Set this rank's total cost, which `close` writes."""
@@ -186,14 +161,6 @@ class ResultWriter:
             self._tasks.put(self._stop)
             self._thread.join()
         self._check()
-
-    def _put(self, document: LayersWriter, layer: KeysValues) -> None:
-        """Copy a layer of a document, once there is room, and queue it."""
-        size = sum(tensor.numel() * tensor.element_size() for tensor in layer)
-        with self._room:
-            self._room.wait_for(lambda: self._waiting_bytes == 0 or self._waiting_bytes + size <= IN_FLIGHT_BYTES)
-            self._waiting_bytes += size
-        self._tasks.put(partial(self._add_layer, document, document.count, copy_to_host(*layer), size))
 
     def _check(self) -> None:
         if self._error is not None:
@@ -233,51 +200,49 @@ class ResultWriter:
     def _wait_s(self) -> float | None:
         """Return the time until the volume, the cost or the log is due; None if nothing is."""
         due = [self._sync_s] if self._sync_s is not None else []
-        due += [self._volume.due_s] if self._volume is not None and self._piece is None else []
+        due += [self._due_s] if self._volume is not None and not self._volume.is_writing else []
         due += [self._cost_s] if self._cost is not None else []
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _add_layer(
-        self, document: LayersWriter, number: int, layer: Callable[[], Sequence[torch.Tensor]], size_bytes: int
+        self,
+        record: Record,
+        tokens: CachedTokens | None,
+        number: int,
+        layer: Callable[[], Sequence[torch.Tensor]],
+        size_bytes: int,
     ) -> None:
         try:
             if self._error is None:
                 keys, values = layer()
                 self._check_space(size_bytes)
-                self._piece = self._piece or self._new_piece(document)
-                self._piece.add(number, (keys, values))
-                if self._volume is not None:
-                    self._volume.file.check()
+                volume = self._volume = self._volume or self._open()
+                if not volume.is_writing:
+                    volume.begin(piece_id(record, tokens), tokens)
+                volume.add(number, (keys, values))
         finally:
-            with self._room:  # a blocked `write` continues
+            with self._room:  # a blocked `add_layer` continues
                 self._waiting_bytes -= size_bytes
                 self._room.notify_all()
 
-    def _new_piece(self, document: LayersWriter) -> PieceWriter:
-        volume = self._volume = self._volume or self._open()
-        name = piece_id(document.record, document.tokens)
-        if volume.pieces.pop(name, None):  # left by an attempt that failed
-            del volume.file[KV][key_of(name)]
-        return PieceWriter(volume.file[KV], key_of(name), document.tokens)
-
-    def _end(self, document: LayersWriter) -> None:
+    def _end(
+        self, record: Record, tokens: CachedTokens | None, has_record: bool, is_dropped: bool, began_s: float
+    ) -> None:
         """Complete a document, or discard its layers."""
-        piece, self._piece = self._piece, None
         if self._error is not None:
             return
-        if piece is not None:
-            assert self._volume is not None
-            if document.is_dropped:
-                piece.discard()
+        has_kv = self._volume is not None and self._volume.is_writing
+        if has_kv and self._volume is not None:
+            if is_dropped:
+                self._volume.discard()
             else:
-                self._volume.pieces[piece_id(document.record, document.tokens)] = piece.finish()
-        if document.has_record and not document.is_dropped:
-            self._add_record(document, has_kv=piece is not None)
-        self._recorder.note("write", document.began_s)
+                self._volume.end()
+        if has_record and not is_dropped:
+            self._add_record(record, piece_ids(record, tokens) if has_kv else ())
+        self._recorder.note("write", began_s)
 
-    def _add_record(self, document: LayersWriter, *, has_kv: bool) -> None:
-        record = document.record
-        line = seal(record_values(record, piece_ids(record, document.tokens) if has_kv else ()))
+    def _add_record(self, record: Record, pieces: Sequence[str]) -> None:
+        line = seal(record_values(record, pieces))
         if len(line) > LINE_BYTES:
             error = f"its record has {len(line)} bytes; no more than {LINE_BYTES} can be stored"
             line = seal(record_values(Record(record.id, "error", error=error), ()))
@@ -285,11 +250,12 @@ class ResultWriter:
         self._log.write(line)
         self._sync_s = self._sync_s or time.monotonic() + SYNC_S
 
-    def _open(self) -> _Volume:
+    def _open(self) -> KVWriter:
         path = self._folder / f"{self._name}-{self._count:05d}.h5"
         self._count += 1
         now = time.monotonic()
-        return _Volume(create_volume(path), path, now + volume_s(now - self._began_s))
+        self._due_s = now + volume_s(now - self._began_s)
+        return KVWriter(path)
 
     def _check_space(self, size_bytes: int) -> None:
         if shutil.disk_usage(self._folder).free < size_bytes + MARGIN_BYTES:
@@ -298,8 +264,8 @@ class ResultWriter:
     def _end_what_is_due(self) -> None:
         """Close the volume and sync the log when they are old or large enough."""
         now, volume = time.monotonic(), self._volume
-        if volume is not None and self._piece is None:
-            if now > volume.due_s or volume.file.id.get_filesize() > VOLUME_BYTES:
+        if volume is not None and not volume.is_writing:
+            if now > self._due_s or volume.file_bytes > VOLUME_BYTES:
                 self._end_volume()
         if now >= self._cost_s and self._cost is not None:
             self._cost_s = now + COST_S
@@ -315,21 +281,17 @@ class ResultWriter:
                 self._sync_s = self._sync_s or time.monotonic()
 
     def _end_volume(self) -> None:
-        """Complete the volume: close, sync and list it."""
+        """Complete the volume, and list it."""
         volume, began_s = self._volume, time.perf_counter()
         if volume is None or self._error is not None:
             return
-        assert self._piece is None, "a document is being written"
-        volume.file.close()
         if volume.pieces:
-            sync(volume.path)
-            sync(volume.path.parent)
-            verify_written(volume.path, volume.pieces)
+            volume.finish()
             self._log.write(volume_line(volume.path, volume.pieces))
             self._volume = None  # listed now: it stays even if the log cannot be synced
             self._sync()
         else:
-            volume.path.unlink()
+            volume.abandon()
         self._volume = None
         self._recorder.note("write", began_s)
 
@@ -351,10 +313,7 @@ class ResultWriter:
 
     def _give_up(self) -> None:
         """Remove the unfinished volume to free its space."""
-        self._sync_s, self._piece = None, None
+        self._sync_s = None
         volume, self._volume = self._volume, None
         if volume is not None:
-            with contextlib.suppress(Exception):
-                volume.file.close()
-            with contextlib.suppress(OSError):
-                volume.path.unlink(missing_ok=True)
+            volume.abandon()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kvr_mpi.errors import DataError
@@ -17,8 +18,8 @@ from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.sequence import Pair, SequenceKV, StoredRows
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.store.kv import CachedTokens
-from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces
+from kvr_mpi.store.kv import CachedTokens, Piece
+from kvr_mpi.store.kv_reader import KVReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,22 @@ class StoredPrefix:
         the model's, or if a block fails its checksum.
         """
         ids = tuple(ids[: self.tokens])
-        stored = _Stored(self, ids, loaded)
         start, stop = bounds or (0, len(ids))
+        heads = None if loaded.part is None else loaded.part.own_kv_heads
+
+        @cache
+        def reader() -> KVReader:
+            kv, tokens = open_prompt(self.name, self.pieces)
+            _check(self.name, kv, tokens.ids, ids, loaded)
+            return kv
 
         def read(layer: int) -> StoredRows:
+            if layer not in (kv := reader()).layers:
+                return None
             if self.compression:
-                return stored.heads(layer)
-            return stored.rows(layer, sequence.first_kept(layer), stop)
+                return _read_heads(self.name, kv, layer, len(ids), heads)
+            keys, values = kv.read(layer, sequence.first_kept(layer), stop, heads)
+            return torch.cat([keys.flatten(1), values.flatten(1)], 1)
 
         sequence = SequenceKV(
             loaded,
@@ -79,7 +89,7 @@ class StoredPrefix:
         return sequence
 
 
-def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTokens]:
+def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[KVReader, CachedTokens]:
     """Open the keys and values of a stored prompt, and read their tokens.
 
     Raises `DataError` if files are missing, damaged, different from `pieces`, or without tokens.
@@ -90,53 +100,30 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[StoredKV, CachedTok
                 f"{piece.path} existed when the job began, and is gone: the run may have been merged; start the job "
                 f"again"
             )
-    kv = open_pieces(name, pieces)
+    kv = KVReader(name, pieces)
     if kv.tokens is None:
         raise DataError(f"{name}: its stored keys and values do not record their tokens")
     return kv, kv.tokens
 
 
-class _Stored:
-    """Keys and values of a prompt's first tokens, opened and checked when the first layer is read."""
-
-    def __init__(self, source: StoredPrefix, ids: tuple[int, ...], loaded: LoadedModel) -> None:
-        self._source, self._ids, self._loaded = source, ids, loaded
-        self._own_heads = None if loaded.part is None else loaded.part.own_kv_heads  # None: all
-
-    @cached_property
-    def _kv(self) -> StoredKV:
-        kv, tokens = open_prompt(self._source.name, self._source.pieces)
-        _check(self._source.name, kv, tokens.ids, self._ids, self._loaded)
-        return kv
-
-    def rows(self, layer: int, first: int, last: int) -> torch.Tensor | None:
-        """Read rows of tokens, keys and values concatenated (tokens, elements); None if the layer has none."""
-        if layer not in self._kv.layers:
-            return None
-        keys, values = self._kv.read(layer, first, last, self._own_heads)
-        return torch.cat([keys.flatten(1), values.flatten(1)], 1)
-
-    def heads(self, layer: int) -> list[Pair] | None:
-        """Read the rows that compression kept of each head; None if the layer has none."""
-        if layer not in self._kv.layers:
-            return None
-        rows, tokens = self._kv.rows(layer), self._source.tokens
-        if rows is None:
-            keys, values = self._kv.read(layer, 0, tokens, self._own_heads)
-            return list(zip(keys.unbind(1), values.unbind(1), strict=True))
-        keys, values = self._kv.read(layer)
-        bounds = rows.bounds_before(tokens)
-        if any(first == last for first, last in bounds):
-            raise DataError(
-                f"{self._source.name}: a head of layer {layer} keeps none of the first {tokens} tokens, up to the end "
-                f"of the text, because its compression selected tokens of the question; to ask again, compress with "
-                f"observes = 'document'"
-            )
-        own = slice(*(self._own_heads or (None,)))
-        return [(keys[first:last, 0], values[first:last, 0]) for first, last in bounds[own]]
+def _read_heads(name: str, kv: KVReader, layer: int, tokens: int, heads: tuple[int, int] | None) -> list[Pair]:
+    """Read each head's rows of the first tokens, of those that compression kept; `heads` are a range, None: all."""
+    kept = kv.kept(layer)
+    if kept is None:
+        keys, values = kv.read(layer, 0, tokens, heads)
+        return list(zip(keys.unbind(1), values.unbind(1), strict=True))
+    keys, values = (torch.split(each.squeeze(1), [*map(len, kept)]) for each in kv.read(layer))
+    counts = [int(np.searchsorted(own, tokens)) for own in kept]
+    if not all(counts):
+        raise DataError(
+            f"{name}: a head of layer {layer} keeps none of the first {tokens} tokens, up to the end of the text, "
+            f"because its compression selected tokens of the question; to ask again, compress with "
+            f"observes = 'document'"
+        )
+    return [(keys[head][:count], values[head][:count]) for head, count in enumerate(counts)][slice(*(heads or (None,)))]
 
 
-def _check(name: str, kv: StoredKV, stored: Sequence[int], ids: tuple[int, ...], loaded: LoadedModel) -> None:
+def _check(name: str, kv: KVReader, stored: Sequence[int], ids: tuple[int, ...], loaded: LoadedModel) -> None:
     """Refuse keys and values whose tokens differ from `ids`, or whose shape or dtype differs from the model's."""
     if tuple(stored[: len(ids)]) != ids:
         raise DataError(
@@ -148,11 +135,11 @@ def _check(name: str, kv: StoredKV, stored: Sequence[int], ids: tuple[int, ...],
         if not shape.elements:
             continue
         heads = shape.num_kv_heads if loaded.part is None else loaded.part.kv_heads
-        has, rows = (kv.format(number), kv.rows(number)) if number in kv.layers else (None, None)
+        has, kept = (kv.format(number), kv.kept(number)) if number in kv.layers else (None, None)
         # With compression, the rows of all heads are stored one after the other.
-        of_one = (len(stored), heads) if rows is None else (sum(rows.counts), 1)
+        of_one = (len(stored), heads) if kept is None else (sum(map(len, kept)), 1)
         is_right = has == ((*of_one, shape.key_dim), (*of_one, shape.value_dim), dtype)
-        if not is_right or (rows is not None and len(rows.counts) != heads):
+        if not is_right or (kept is not None and len(kept) != heads):
             raise DataError(
                 f"{name}: layer {number} has keys and values {has}; this model has {heads} heads of "
                 f"{shape.key_dim} and {shape.value_dim} elements, {dtype}"

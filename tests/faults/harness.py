@@ -90,7 +90,7 @@ def wait_for_moment(process: subprocess.Popen[str], output: Path, chance: random
     kind = chance.choice(["start", "work", "write", "write", "merge"])
     volumes = chance.randrange(0, 4) if kind in ("work", "write") else 0
     wait_s = chance.uniform(0, START_S) if kind == "start" else chance.uniform(0, 0.01)
-    before = len(list(output.glob("kv-*.h5")))
+    before = len(list(output.glob("kv-*")))
 
     def is_time() -> bool:
         if kind == "start":

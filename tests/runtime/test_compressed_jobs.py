@@ -26,9 +26,9 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.packed import run_row
+from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import StoredKV
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.table import save_table
 
@@ -103,13 +103,13 @@ def ask(run_job: Any, ask_about: Callable[..., Path]) -> Callable[..., Any]:
     return lambda out, *more, ranks=1: run_job(ranks, "output.max_failed=5", *more, of=ask_about(out, QUESTION))
 
 
-def open_document(run: Path, name: str) -> tuple[Record, StoredKV]:
+def open_document(run: Path, name: str) -> tuple[Record, KVReader]:
     with open_results(run, verify=False).open(name) as (record, kv):
         kv.check()
         return record, kv
 
 
-def fresh_answer(model: Path, kv: StoredKV, prompt_tokens: int) -> tuple[int, tuple[int, ...]]:
+def fresh_answer(model: Path, kv: KVReader, prompt_tokens: int) -> tuple[int, tuple[int, ...]]:
     """What the document's text, compressed and never stored, answers; and how many tokens follow it."""
     loaded = load_model(str(model), dtype="float32", device="cpu", cache_dir=model)
     prepare_model(loaded.model, chain=True)

@@ -28,8 +28,8 @@ from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.setup.job_setup import Machine
 from kvr_mpi.setup.planning import plan_job
+from kvr_mpi.store import kv_reader
 from kvr_mpi.store.folder import read_run_header
-from kvr_mpi.store.kv import StoredLayer
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
@@ -164,12 +164,12 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
     room = each * (-(-longest // 2) + 40) + footprint_of(config, torch.float32).activation_bytes(max(fresh))
 
     reads, held, most = Counter[str](), defaultdict[int, WeakSet[SequenceKV]](WeakSet), [0]
-    read, load, lock = StoredLayer.read, SequenceKV.open, threading.Lock()
+    read, load, lock = kv_reader.read_rows, SequenceKV.open, threading.Lock()
 
-    def watched_read(layer: StoredLayer, first: int = 0, last: int | None = None) -> Any:
+    def watched_read(layer: Any, column: int, first: int, last: int) -> Any:
         with lock:
-            reads[layer.keys.name] += 0 if last is None else last - first  # else how fast files are read is measured
-        return read(layer, first, last)
+            reads[layer.keys.name] += (last - first) * (column == 0)
+        return read(layer, column, first, last)
 
     def watched_load(sequence: SequenceKV, layer_idx: int, *given: Any) -> Any:
         spans, mine = load(sequence, layer_idx, *given), held[threading.get_ident()]
@@ -178,7 +178,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
         most[-1] = max(most[-1], bytes_of(list(mine)))
         return spans
 
-    monkeypatch.setattr(StoredLayer, "read", watched_read)
+    monkeypatch.setattr(kv_reader, "read_rows", watched_read)
     monkeypatch.setattr(SequenceKV, "open", watched_load)
     for memory in ((), (f"parallel.memory_gib={room / GIB:.9f}",)):
         reads.clear(), held.clear(), most.append(0)

@@ -20,7 +20,7 @@ from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill import exactness
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.setup.verify import verify
-from kvr_mpi.store.stored_kv import StoredKV
+from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 OTHERS = "3 prompts in a row", "stored, and continued"
@@ -91,8 +91,8 @@ def test_verify_notices_wrong_rows_and_stored_prompts(place: str, monkeypatch: p
 
         monkeypatch.setattr(Row, "attend", crossed)
     else:
-        read = StoredKV.read
-        monkeypatch.setattr(StoredKV, "read", lambda *given: tuple(part.flip(0) for part in read(*given)))
+        read = KVReader.read
+        monkeypatch.setattr(KVReader, "read", lambda *given: tuple(part.flip(0) for part in read(*given)))
     found = {one.slices: one.holds for one in verify(tiny("llama-gqa"), LocalTransport(), [40])}
     assert [name for name, holds in found.items() if not holds] == [OTHERS[place == "stored"]]
 

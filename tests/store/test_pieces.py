@@ -15,11 +15,11 @@ from made_runs import HEADER, record, stored_layers, write
 
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import DROPPED, LogWriter, seal
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results, read_results
 from kvr_mpi.store.rewrite import finish_run, list_stored, merge_run, prune_kv
-from kvr_mpi.store.stored_kv import StoredKV, open_pieces
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import KVHeads
 
@@ -66,7 +66,7 @@ def write_all(folder: Path, of: Record, size: int = 1, session: int = 1) -> None
         write_piece(folder, of, rank, start, each, session=session)
 
 
-def check_whole(kv: StoredKV) -> None:
+def check_whole(kv: KVReader) -> None:
     """Compare any range of tokens and heads, across the places where ranks took over from each other."""
     assert kv.tokens == CachedTokens(IDS, (1, 9)) and kv.layers == (0, 2)
     kv.check()
@@ -136,7 +136,7 @@ def test_pieces_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ([replace(three[0], id="other"), *three[1:]], "is missing"),
     ):
         with pytest.raises(DataError, match=words):
-            open_pieces(NAME, pieces)
+            KVReader(NAME, pieces)
 
 
 @pytest.mark.parametrize(

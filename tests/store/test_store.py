@@ -20,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.store.hdf5 import group_in, type_name
-from kvr_mpi.store.kv import CachedTokens, HeadRows, KeysValues, PieceWriter, StoredPiece, open_kv, read_head_rows
+from kvr_mpi.store.hdf5 import type_name
+from kvr_mpi.store.kv import CachedTokens, Piece
+from kvr_mpi.store.kv_reader import KVReader, read_kept
+from kvr_mpi.store.kv_writer import KVWriter
 from kvr_mpi.store.log import Header
 from kvr_mpi.store.record import ASKED_FOR, KINDS, REALS, Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.volumes import KV, SCHEMA, SCHEMA_VERSION, create_volume, open_volume
+from kvr_mpi.store.volumes import SCHEMA, SCHEMA_VERSION
 from kvr_mpi.store.writer import ResultWriter
 
 pytestmark = pytest.mark.quick
@@ -58,18 +60,16 @@ RECORD = st.builds(Record, **{name: GIVEN.get(name, VALUES[kind]) for name, kind
 Layers = list[tuple[torch.Tensor, torch.Tensor] | None]
 
 
-def write_kv(parent: h5py.Group, key: str, layers: Iterable[Any], tokens: CachedTokens | None) -> tuple[int, str]:
-    """Write a piece; None stands for a layer without keys and values."""
-    writer = PieceWriter(parent, key, tokens)
-    for number, layer in enumerate(layers):
-        if layer is not None:
-            writer.add(number, layer)
-    return writer.finish()
-
-
-def layers_in(kv: h5py.Group, told: tuple[int, str]) -> dict[int, KeysValues]:
-    """Read keys and values of a group; `told` is what `write_kv` returned."""
-    return {layer.number: layer.read() for layer in open_kv(kv, *told).layers}
+def write_kv(path: Path, layers: Iterable[Any], tokens: CachedTokens | None) -> Piece:
+    """Write a volume with one piece; None stands for a layer without keys and values."""
+    with KVWriter(path) as writer:
+        writer.begin("a", tokens)
+        for number, layer in enumerate(layers):
+            if layer is not None:
+                writer.add(number, layer)
+        writer.end()
+        writer.finish()
+    return Piece("a", str(path), *writer.pieces["a"])
 
 
 def as_stored(record: Record) -> dict[str, Any]:
@@ -149,10 +149,10 @@ def test_a_file_is_readable_with_h5py_and_json_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_pattern_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     patterns = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(dtype).reshape(1024, 16, 4)
-    with h5py.File(tmp_path / "a.h5", "w", libver="v110") as file:
-        told = write_kv(file, "a", [(patterns, patterns)], None)
-        got, _ = layers_in(file["a"], told)[0]
-        keys = file["a/layer_000/keys"]
+    piece = write_kv(tmp_path / "a.h5", [(patterns, patterns)], None)
+    with KVReader("a", [piece]) as kv, h5py.File(tmp_path / "a.h5", locking=False) as file:
+        got, _ = kv.read(0)
+        keys = file["kv/a/layer_000/keys"]
         plain = np.asarray(keys[()])
         assert type_name(keys) == str(dtype).removeprefix("torch.") and keys.id.get_type().get_size() == 2
     assert got.dtype == dtype and got.shape == patterns.shape
@@ -178,11 +178,8 @@ def test_layers_come_back_from_a_volume_and_keep_their_numbers(
         else None
         for is_there in present
     ]
-    path = tmp_path_factory.mktemp("volume") / "a.h5"
-    with create_volume(path) as file:
-        told = write_kv(file[KV], "a", layers, None)
-    with open_volume(path) as file:
-        got = layers_in(group_in(file[KV], "a"), told)
+    with KVReader("a", [write_kv(tmp_path_factory.mktemp("volume") / "a.h5", layers, None)]) as kv:
+        got = {number: kv.read(number) for number in kv.layers}
     wanted = {number: layer for number, layer in enumerate(layers) if layer is not None}
     assert got.keys() == wanted.keys()
     for number, layer in wanted.items():
@@ -193,45 +190,37 @@ def test_layers_come_back_from_a_volume_and_keep_their_numbers(
 
 # Those of which each head keeps its own tokens: whole and right, or refused
 
-ROWS = HeadRows((3, 5), np.array([0, 4, 9, 1, 2, 3, 8, 9], np.int32))
+POSITIONS = np.array([0, 4, 9, 1, 2, 3, 8, 9], np.int32)
+KEPT = POSITIONS[:3], POSITIONS[3:]
 METHOD = "snapkv: budget 4"
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def piece(tmp_path: Path) -> Piece:
     """A document of ten tokens: one layer is compressed, one has no keys, one was left alone."""
     draw = torch.Generator().manual_seed(0)
     rows, whole = torch.randn(8, 1, 6, generator=draw), torch.randn(10, 2, 6, generator=draw)
-    file = create_volume(tmp_path / "results.h5")
-    layers = [(rows, -rows), None, (whole, -whole)]
-    tokens = CachedTokens(tuple(range(10)), (1, 8), compression=METHOD, rows={0: ROWS})
-    told.append(write_kv(file["kv"], "a", layers, tokens))
-    file.close()
-    return tmp_path / "results.h5"
+    tokens = CachedTokens(tuple(range(10)), (1, 8), compression=METHOD, kept={0: KEPT})
+    return write_kv(tmp_path / "results.h5", [(rows, -rows), None, (whole, -whole)], tokens)
 
 
-told: list[tuple[int, str]] = []  # of the last file, what a log tells
-
-
-def read(path: Path) -> StoredPiece:
-    with open_volume(path) as file:
-        found = open_kv(group_in(group_in(file, "kv"), "a"), *told[-1])
-        found.check()
-        return found
-
-
-def test_what_was_written_is_read(path: Path) -> None:
-    found = read(path)
-    assert found.tokens is not None and (found.tokens.compression, found.tokens.ids) == (METHOD, tuple(range(10)))
-    first, last = found.layers
-    assert (first.number, last.number) == (0, 2) and last.rows is None and first.rows is not None
-    assert first.rows.counts == ROWS.counts and (first.rows.positions == ROWS.positions).all()
-    assert first.rows.bounds == [(0, 3), (3, 8)] and first.rows.bounds_before(9) == [(0, 2), (3, 7)]
-    assert first.rows.bounds_before(0) == [(0, 0), (3, 3)]
+def test_what_was_written_is_read(piece: Piece) -> None:
+    with KVReader("a", [piece]) as kv:
+        kv.check()
+    assert kv.tokens is not None and (kv.compression, kv.tokens.ids) == (METHOD, tuple(range(10)))
+    assert kv.layers == (0, 2) and kv.kept(2) is None
+    kept = kv.kept(0)
+    assert kept is not None and [own.tolist() for own in kept] == [own.tolist() for own in KEPT]
+    assert kv.tokens.kept[0] is kept
 
 
 @pytest.mark.parametrize("name", ["keys", "values", "positions", "head_rows", "digests"])
-def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is(piece: Piece, name: str) -> None:
+    def read() -> None:
+        with KVReader("a", [piece]) as kv:
+            kv.check()
+
+    path = Path(piece.path)
     with h5py.File(path) as file:
         data = file[f"kv/a/layer_000/{name}"]
         offset = data.id.get_offset() or data.id.get_chunk_info(0).byte_offset
@@ -242,23 +231,23 @@ def test_a_flipped_bit_is_found_wherever_it_is(path: Path, name: str) -> None:
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="results.h5"):
-            read(path)
+            read()
     path.write_bytes(content)
-    read(path)
+    read()
 
 
 @pytest.mark.parametrize(
     ("counts", "positions", "why"),
     [
-        ([3, 4], ROWS.positions, "do not add up to 8"),
-        ([0, 8], ROWS.positions, "do not add up to 8"),
-        ([9, -1], ROWS.positions, "do not add up to 8"),
-        (ROWS.counts, ROWS.positions[::-1], "rows 0 to 3 .*ascending"),
-        (ROWS.counts, [0, 4, 9, 1, 1, 3, 8, 9], "rows 3 to 8 .*ascending"),
-        (ROWS.counts, [-1, 4, 9, 1, 2, 3, 8, 9], "rows 0 to 3 .*ascending"),
-        (ROWS.counts, ROWS.positions[:-1], "do not match"),
-        (ROWS.counts, None, "positions"),
-        (None, ROWS.positions, "head_rows"),
+        ([3, 4], POSITIONS, "do not add up to 8"),
+        ([0, 8], POSITIONS, "do not add up to 8"),
+        ([9, -1], POSITIONS, "do not add up to 8"),
+        ([3, 5], POSITIONS[::-1], "rows 0 to 3 .*ascending"),
+        ([3, 5], [0, 4, 9, 1, 1, 3, 8, 9], "rows 3 to 8 .*ascending"),
+        ([3, 5], [-1, 4, 9, 1, 2, 3, 8, 9], "rows 0 to 3 .*ascending"),
+        ([3, 5], POSITIONS[:-1], "do not match"),
+        ([3, 5], None, "positions"),
+        (None, POSITIONS, "head_rows"),
     ],
 )
 def test_rows_that_cannot_be_are_refused(tmp_path: Path, counts: Any, positions: Any, why: str) -> None:
@@ -270,4 +259,4 @@ def test_rows_that_cannot_be_are_refused(tmp_path: Path, counts: Any, positions:
         if positions is not None:
             layer["positions"] = np.array(positions, np.int32)
         with pytest.raises(DataError, match=why):
-            read_head_rows(layer, (8, 1, 6))
+            read_kept(layer, (8, 1, 6))

@@ -17,11 +17,13 @@ import torch
 from made_runs import new_writer, record, result_files, resume, stored_layers, write
 
 import kvr_mpi.store.writer as writer_module
+from kvr_mpi.disk import final_name
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.store.folder import survey
-from kvr_mpi.store.kv import CachedTokens, PieceWriter
+from kvr_mpi.store.kv import CachedTokens, piece_id
+from kvr_mpi.store.kv_writer import KVWriter
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.stored_kv import piece_id
+from kvr_mpi.store.status import read_status
 
 pytestmark = pytest.mark.quick
 LOG, VOLUME = "log-0001-0000.jsonl", "kv-0001-0000-00000.h5"
@@ -48,13 +50,26 @@ def test_an_answer_counts_when_its_line_is_written_and_one_with_kv_when_that_is(
     writer.write(record("a"))
     wait_for(lambda: ids(tmp_path) == ["a"])  # no flush, and no call after it
     writer.write(record("b"), [LAYER], TOKENS)
-    wait_for(lambda: result_files(tmp_path) == [VOLUME, LOG])
+    wait_for(lambda: [*map(final_name, result_files(tmp_path))] == [VOLUME, LOG])
     time.sleep(0.1)
-    assert ids(tmp_path) == ["a"]
+    assert ids(tmp_path) == ["a"] and not (tmp_path / VOLUME).exists(), "it is incomplete"
+    assert read_status(tmp_path).unfinished == tuple(path.name for path in tmp_path.glob("kv-*"))
     writer.flush()
+    assert result_files(tmp_path) == [VOLUME, LOG] and read_status(tmp_path).unfinished == ()
     assert list(open_results(tmp_path)) == [record("a"), record("b")]
     writer.close()
     writer.close()
+
+
+def test_a_volume_replaces_no_file(tmp_path: Path) -> None:
+    """Such as one of another job that has the same number by mistake."""
+    (tmp_path / VOLUME).write_text("precious")
+    writer = new_writer(tmp_path)
+    writer.write(record("a"), [LAYER], TOKENS)
+    with pytest.raises(OutputError, match="File exists"):
+        writer.close()
+    assert (tmp_path / VOLUME).read_text() == "precious" and not ids(tmp_path)
+    assert result_files(tmp_path) == [VOLUME, LOG]
 
 
 @pytest.fixture
@@ -66,7 +81,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))
         is_listed = (log := path.with_name(LOG)).exists() and b'"volume"' in log.read_bytes()
         assert not is_listed or VOLUME in found
-        found.append(path.name)
+        found.append(final_name(path.name))
         real_sync(handle)
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -154,14 +169,14 @@ def test_tensors_may_change_as_soon_as_write_returns(tmp_path: Path) -> None:
 
 def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "IN_FLIGHT_BYTES", 3 * 8192)
-    seen, real = [], PieceWriter.add
+    seen, real = [], KVWriter.add
 
     def watched(*arguments: Any) -> None:
         time.sleep(0.02)
         seen.append(writer._waiting_bytes)
         real(*arguments)
 
-    monkeypatch.setattr(PieceWriter, "add", watched)
+    monkeypatch.setattr(KVWriter, "add", watched)
     writer = new_writer(tmp_path)
     layer = (torch.ones(1024, 1, 1), torch.ones(1024, 1, 1))
     for name in "abcdef":
