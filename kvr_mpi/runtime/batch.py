@@ -87,7 +87,11 @@ def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transpo
     stop = Stop(machine.deadline_s)
 
     def end_at_once(why: str) -> None:
-        lines = threading.Thread(target=lambda: (logger.info(why), logger.end(EXIT_STOPPED)), daemon=True)
+        def log_end() -> None:
+            logger.info(why)
+            logger.end(EXIT_STOPPED)
+
+        lines = threading.Thread(target=log_end, daemon=True)
         lines.start()
         lines.join(LAST_LINES_S)  # the log may be a full pipe
         world.abort(EXIT_STOPPED)
