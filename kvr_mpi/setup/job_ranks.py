@@ -146,5 +146,5 @@ def warn_of_hosts(ranks: JobRanks, logger: RankLogger) -> None:
         logger.warning(
             f"{counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
             f"hosts, so all-reduces go over the network: start a multiple of the group's size on each host, numbered "
-            f"block-wise; kvr doctor measures them"
+            f"block-wise"
         )

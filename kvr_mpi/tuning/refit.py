@@ -217,7 +217,7 @@ def steady(split: Partition, predicted_s: float, run: RunSlices, logger: RankLog
     if not numbers:
         raise DataError(
             f"{split}: {MAX_HICCUPS} runs gave no valid times (the last: {seen.ttft_s} s, busy {_list(seen.busy_s)} "
-            f"s); expected positive seconds: check the ranks' clocks with kvr doctor, and search again"
+            f"s); expected positive seconds: check the clocks of the hosts (chrony, ntpd), and search again"
         )
     logger.info(f"  {split} is consistently slow: using the fastest of {counted(len(numbers), 'run')}")
     return min(numbers, key=lambda seen: seen.ttft_s), MAX_HICCUPS
