@@ -30,7 +30,9 @@ FINDING = "from kvr_mpi.doctor.findings import ok; reporter.findings([ok('a', 'b
     ],
 )
 def test_what_a_process_wrote_is_kept_however_it_ends(program: str, step: str, problem: str) -> None:
-    outcome = Child([sys.executable, "-c", program], os.environ).outcome()
+    child = Child([sys.executable, "-c", program], os.environ)
+    outcome = child.outcome()
+    child.end()
     assert [finding.found for finding in outcome.findings] == ["b"]
     assert outcome.step == step and problem in outcome.problem and bool(outcome.problem) == bool(problem)
     assert not outcome.lost
