@@ -35,14 +35,15 @@ from benchmarks.pairs import Patience, Ratio, drift_of, measure_pairs, ratio_of,
 from benchmarks.rivals import Rival
 from benchmarks.tables import print_corpus
 from kvr_mpi.cli.environment import read_environment
-from kvr_mpi.cli.launch import quiet_libraries, run_guarded
+from kvr_mpi.cli.launch import run_guarded
+from kvr_mpi.cli.log_lines import quiet_libraries
 from kvr_mpi.cli.options import command, job_argument, parse_names, set_option
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError, counted
 from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.preflight.checks import choose_chain_size
-from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import work_through
 from kvr_mpi.runtime.decoder import Decoder
@@ -167,7 +168,7 @@ def bench_corpus(
     control: Transport,
     ranks: Transport,
     comparison: Comparison,
-    log: Log,
+    logger: RankLogger,
     rivals: Mapping[str, Rival | None] | None = None,
 ) -> list[CorpusRow]:
     """Answer a job's corpus in every way, in pairs with ours; every rank calls this.
@@ -190,7 +191,7 @@ def bench_corpus(
     ways, batch_size = [*comparison.ways, *rivals], comparison.batch_size
     with pinned(ranks) as cores:
         ours = next(way for way in OURS if way in ways)
-        log.root(
+        logger.root.info(
             f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each; "
             f"{counted(len(corpus), 'document')}; in pairs with {ours}"
         )
@@ -200,7 +201,7 @@ def bench_corpus(
                 mine = _spec_for(spec, way)
                 chain = ranks.split(Topology(ranks.size, choose_chain_size(mine, ranks.size)).chain_color(ranks.rank))
                 loaded = next(iter(ready.values())).loaded if ready else None
-                ready[way] = prepare(mine, machine, JobRanks(ranks, ranks), chain, log.line, loaded=loaded)
+                ready[way] = prepare(mine, machine, JobRanks(ranks, ranks), chain, logger, loaded=loaded)
         first = next(iter(ready.values()))
         rows = {way: CorpusRow(way, ours) for way in ways}
         shortest = min(range(len(corpus)), key=corpus.chars)
@@ -214,7 +215,7 @@ def bench_corpus(
             else:
                 run = _on_root(ranks, lambda: _generate(first, corpus, batch_size if way == "padded" else 1))
             rows[way].runs.append(run)
-            log.root(f"{way}: {run.documents} documents in {run.seconds:.1f} s")
+            logger.root.info(f"{way}: {run.documents} documents in {run.seconds:.1f} s")
             return run
 
         others = [way for way in ways if way != ours]
@@ -222,7 +223,7 @@ def bench_corpus(
     for way in others:
         rows[way].ratios = ratios_of(found[way], _seconds)
     if drift := drift_of([run.seconds for run in rows[ours].runs]):
-        log.root(f"{ours} {drift}")
+        logger.root.info(f"{ours} {drift}")
     return list(rows.values())
 
 
@@ -267,16 +268,16 @@ def _ours(
     with _folder(prepared.spec, control) as folder:
         control.barrier()
         began = time.perf_counter()
-        shares = share_out(prepared, corpus, np.array(numbers, np.int64), JobRanks(ranks, ranks), Log(1))
+        shares = share_out(prepared, corpus, np.array(numbers, np.int64), JobRanks(ranks, ranks), SILENT)
         counters = open_counters(control, FIRST_LIST + shares.slots)
-        quiet = Progress(Log(control.rank, "quiet"), len(numbers), shares.work)
+        quiet = Progress(SILENT, len(numbers), shares.work)
         with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
             source, stop = open_documents(prepared, corpus), Stop()
             stop.join(counters)
             sink = ResultSink(prepared, writer, counters, quiet)
             trace = Trace(Recorder())
             context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
-            work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, Log(1).line)
+            work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, SILENT)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]
@@ -442,8 +443,8 @@ def main(
     world = connect()
 
     def work() -> int:
-        log, machine = Log(world.rank), read_environment()
-        quiet_libraries()
+        logger, machine = RankLogger(world.rank), read_environment()
+        quiet_libraries(world.rank)
         on_root(world, lambda: check_writable(json_file))
         spec = JobSpec.model_validate_json(
             share_json(world, on_root(world, lambda: load_job(job, settings)[0].model_dump_json()))
@@ -451,7 +452,7 @@ def main(
         corpus = Corpus.from_bytes(world.broadcast(on_root(world, lambda: scan_documents(spec).to_bytes()) or b""))
         device = own_device(world, spec.model.device)
         links, reason = open_transport(world, cast(TransportName, transport), device)
-        log.root(reason)
+        logger.root.info(reason)
         comparison = Comparison(parse_names(ways), Patience(repeats, until, time_limit), batch_size)
         together(world, lambda: check_ways(spec, corpus, comparison.ways, parse_names(rivals)))
         with ExitStack() as stack:
@@ -459,7 +460,7 @@ def main(
             engines = open_rivals(
                 stack, world, rivals, rivals_folder, spec.model.path, spec.model.dtype, longest, ENGINE_PROMPTS
             )
-            rows = bench_corpus(spec, machine, corpus, world, links, comparison, log, engines)
+            rows = bench_corpus(spec, machine, corpus, world, links, comparison, logger, engines)
         if world.rank == 0:
             print_corpus([row.as_json(rows) for row in rows], json_file)
         return 0

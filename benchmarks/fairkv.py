@@ -37,7 +37,8 @@ from benchmarks.pairs import Patience, Ratio, drift_of, ratio_of
 from benchmarks.placement import place_with_copies
 from benchmarks.tables import print_heads
 from kvr_mpi.cli.environment import is_offline, read_environment
-from kvr_mpi.cli.launch import quiet_libraries, run_guarded
+from kvr_mpi.cli.launch import run_guarded
+from kvr_mpi.cli.log_lines import quiet_libraries
 from kvr_mpi.cli.options import command, job_argument, parse_numbers, set_option
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
@@ -49,8 +50,8 @@ from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
 from kvr_mpi.job import JobSpec, load_job
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.preflight.checks import check_job
-from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.indexing import open_documents, scan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
 from kvr_mpi.setup.job_setup import JobSetup, Machine
@@ -277,7 +278,7 @@ def bench_heads(
     documents: int,
     budgets: Sequence[int],
     patience: Patience,
-    log: Log,
+    logger: RankLogger,
 ) -> list[HeadsRow]:
     """Decode some of a job's documents in all ways that placement and compression leave; every rank calls this.
 
@@ -304,8 +305,8 @@ def bench_heads(
     """
     check_heads(spec, ranks.size)
     with pinned(ranks) as cores, torch.inference_mode():
-        log.root(f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each")
-        setup = prepare(spec, machine, JobRanks(ranks, ranks), ranks, log.line)
+        logger.root.info(f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each")
+        setup = prepare(spec, machine, JobRanks(ranks, ranks), ranks, logger)
         if isinstance(setup.sharing, str):
             architecture = setup.loaded.shape.architecture
             raise ConfigError(
@@ -315,16 +316,16 @@ def bench_heads(
         prompts = together(ranks, lambda: _sample(setup, corpus, documents, compressions, ranks.size))
         together(ranks, lambda: _check_room(setup, prompts, ranks))
         held = PrefilledDocuments(setup, prompts, ranks, compressions[0])
-        log.root(f"{held.number} prompts of {min(held.tokens)} to {max(held.tokens)} tokens, prefilled")
+        logger.root.info(f"{held.number} prompts of {min(held.tokens)} to {max(held.tokens)} tokens, prefilled")
         times = measure_decoding(setup.loaded, ranks, held.number, place_in_proportion)
         began, rows = time.monotonic(), list[HeadsRow]()
         for number, compression in enumerate(compressions):
             contest = _Contest(setup, held, compression, ranks)
             contest.run(patience.share(time.monotonic() - began, len(compressions) - number))
             rows += contest.rows(times)
-            log.root(f"{compression.describe()}: measured")
+            logger.root.info(f"{compression.describe()}: measured")
             if drift := contest.drift():
-                log.root(f"{SHA} {drift}")
+                logger.root.info(f"{SHA} {drift}")
     return rows
 
 
@@ -458,15 +459,15 @@ def main(
         return [spec.model_dump_json(), numbers]
 
     def work() -> int:
-        log, machine = Log(world.rank), read_environment()
-        quiet_libraries()
+        logger, machine = RankLogger(world.rank), read_environment()
+        quiet_libraries(world.rank)
         text, budgets = share_json(world, on_root(world, read))
         spec = JobSpec.model_validate_json(text)
         listed = world.broadcast(on_root(world, lambda: scan_documents(spec).to_bytes()) or b"")
         device = own_device(world, spec.model.device)
         wanted = cast(TransportName, transport)
         links, reason = open_transport(world, wanted, device, every_pair=True)
-        log.root(reason)
+        logger.root.info(reason)
         rows = bench_heads(
             spec,
             machine,
@@ -475,7 +476,7 @@ def main(
             documents=documents,
             budgets=budgets,
             patience=Patience(repeats, until, time_limit),
-            log=log,
+            logger=logger,
         )
         if world.rank == 0:
             print_heads([row.as_json() for row in rows], json_file)

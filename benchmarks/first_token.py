@@ -43,6 +43,7 @@ from kvr_mpi.cli.launch import load_everywhere, open_links, run_guarded
 from kvr_mpi.cli.options import command, parse_names, parse_numbers
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
@@ -50,7 +51,6 @@ from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.report.log import Log
 from kvr_mpi.setup.verify import _in_float32
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.mpi import connect
@@ -69,8 +69,6 @@ WITH_OURS = tuple(name + LENT_END for name in ("tsp-dense", "tsp-causal", "ring"
 
 # Prompts of which the first token is compared with that of float32, and their length.
 PROBES, PROBE_TOKENS = 4, 64
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +168,11 @@ class Contest:
 
 
 def bench(
-    loaded: LoadedModel, world: Transport, contest: Contest, say: Say, rivals: Mapping[str, Rival | None] | None = None
+    loaded: LoadedModel,
+    world: Transport,
+    contest: Contest,
+    logger: RankLogger,
+    rivals: Mapping[str, Rival | None] | None = None,
 ) -> list[StrategyRow]:
     """Run every strategy at every length, in pairs with ours; every rank calls this.
 
@@ -202,7 +204,7 @@ def bench(
                 f"{loaded.shape.max_tokens} (the model's context)"
             )
     given = {tokens: _given(tokens, lengths, world.size) for tokens, lengths in contest.slices.items()}
-    loaded = check_chain(loaded, say=say)
+    loaded = check_chain(loaded, logger=logger)
     footprint = footprint_of(
         loaded.model.config, loaded.dtype, on_gpu=loaded.device.type == "cuda", in_parts=loaded.attends_in_parts
     )
@@ -211,11 +213,11 @@ def bench(
             LENT[name.removesuffix(LENT_END)].check(loaded, world)
     with pinned(world) as cores:
         ours = choose_ours(strategies)
-        say(
+        logger.info(
             f"{counted(world.size, 'rank')}, {counted(cores, 'core')} each; "
             f"lengths {list(contexts)}; in pairs with {ours}"
         )
-        partitions = _plan(loaded, world, strategies, contexts, given, say)
+        partitions = _plan(loaded, world, strategies, contexts, given, logger)
         probe, rows = ErrorProbe(loaded, world), list[StrategyRow]()
         began, left = time.monotonic(), len(contexts)
         for tokens in contexts:
@@ -225,7 +227,7 @@ def bench(
             }
             trials |= {name: RivalTrial(loaded, world, rival, tokens) for name, rival in rivals.items()}
             patience = contest.patience.share(time.monotonic() - began, left)
-            rows += _measure_length(world, trials, ours, patience, probe, say)
+            rows += _measure_length(world, trials, ours, patience, probe, logger)
             left -= 1
     return rows
 
@@ -241,7 +243,7 @@ def _measure_length(
     ours: str,
     patience: Patience,
     probe: ErrorProbe,
-    say: Say,
+    logger: RankLogger,
 ) -> list[StrategyRow]:
     """Measure all strategies at one length."""
     rows = {name: StrategyRow(name, one.tokens, world.size, str(one.partition or "")) for name, one in trials.items()}
@@ -253,11 +255,11 @@ def _measure_length(
         except FailedTogetherError as failure:
             if not isinstance(trials[name], RivalTrial):
                 raise
-            say(f"{row.context_tokens} tokens: left out: {failure}")
+            logger.info(f"{row.context_tokens} tokens: left out: {failure}")
             del rows[name]
             continue
         busy, engine = row.cold.cpu_s / row.cold.ttft_s, f"{name} {row.version}".strip()
-        say(
+        logger.info(
             f"{row.context_tokens} tokens: {engine} computes in {row.runs_in}; {same} of {PROBES} first tokens are "
             f"those of float32, with log-probabilities off by {row.error:.1e}; {busy:.1f} cores kept busy"
         )
@@ -273,9 +275,9 @@ def _measure_length(
         rows[name].ratios = ratios_of(found[name], _ttft_s)
     tokens = trials[ours].tokens
     texts = [f"{name} {row.ttft_s:.2f} s, x {row.ratio.describe()}" for name, row in rows.items() if name != ours]
-    say("; ".join([f"{tokens} tokens: {ours} {rows[ours].ttft_s:.2f} s", *texts]))
+    logger.info("; ".join([f"{tokens} tokens: {ours} {rows[ours].ttft_s:.2f} s", *texts]))
     if drift := drift_of([run.ttft_s for run in rows[ours].runs]):
-        say(f"{tokens} tokens: {ours} {drift}")
+        logger.info(f"{tokens} tokens: {ours} {drift}")
     return list(rows.values())
 
 
@@ -479,7 +481,7 @@ def _plan(
     strategies: Sequence[str],
     contexts: Sequence[int],
     given: Mapping[int, Partition],
-    say: Say,
+    logger: RankLogger,
 ) -> dict[tuple[str, int], Partition]:
     """Slices for kvr-e (even), kvr-s (searched here and now) and kvr-p (interpolated between the searched)."""
     plans = {("kvr-e", tokens): Partition.even(tokens, world.size) for tokens in contexts}
@@ -491,7 +493,7 @@ def _plan(
     costs = measure_costs(loaded, world) if todo else None
     for tokens in todo:
         assert costs is not None
-        partition = plans["kvr-s", tokens] = _search(loaded, world, tokens, costs, say)
+        partition = plans["kvr-s", tokens] = _search(loaded, world, tokens, costs, logger)
         ratios[tokens] = tuple(length / tokens for length in partition.lengths)
     for tokens in contexts:
         others = {length: shares for length, shares in ratios.items() if length != tokens} or ratios
@@ -499,12 +501,12 @@ def _plan(
     return plans
 
 
-def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, say: Say) -> Partition:
+def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, logger: RankLogger) -> Partition:
     """Search one length in a few instrumented runs, as ``kvr search`` does; rank 0 leads."""
     best = None
     if world.rank == 0:
         with leading(loaded, world) as run:
-            best = refit(tokens, costs, world.size, run, say).best.bounds
+            best = refit(tokens, costs, world.size, run, logger).best.bounds
     else:
         follow_measurements(loaded, world)
     return Partition(tuple(share_json(world, best)))
@@ -588,18 +590,18 @@ def main(
             return measure(stack)
 
     def measure(stack: ExitStack) -> int:
-        log = Log(world.rank)
+        logger = RankLogger(world.rank)
         on_root(world, lambda: check_writable(json_file, plot))
         lengths = together(world, lambda: parse_numbers("--contexts", contexts))
         slices = together(world, lambda: _parse_slices(lengths_of))
         opened = stack.enter_context(opened_model(world, model))
-        loaded = load_everywhere(world, opened, dtype or default_dtype(device), device, kernels=kernels, say=log.root)
-        links = open_links(world, loaded, transport, log, every_pair=True)  # all-gathers
+        loaded = load_everywhere(world, opened, dtype or default_dtype(device), device, kernels=kernels, logger=logger)
+        links = open_links(world, loaded, transport, logger, every_pair=True)  # all-gathers
         patience = Patience(repeats, until, time_limit)
         contest = Contest(parse_names(strategies), lengths, patience, slices, lend)
         own = str(loaded.dtype).removeprefix("torch.")
         engines = open_rivals(stack, world, rivals, rivals_folder, opened, own, max(lengths) + 1)
-        rows = bench(loaded, links, contest, log.root, engines)
+        rows = bench(loaded, links, contest, logger.root, engines)
         stack.pop_all().close()  # engines would take time from what follows
         found = [row.as_json(rows) for row in rows] if world.rank == 0 else []
         if world.rank == 0:

@@ -17,10 +17,10 @@ from benchmarks.options import make_parser
 from kvr_mpi.cli.launch import load_everywhere, open_links, run_guarded
 from kvr_mpi.cli.options import DEFAULT_MODEL, parse_numbers
 from kvr_mpi.costs.costmodel import chain_seconds
-from kvr_mpi.errors import Say, counted
+from kvr_mpi.errors import counted
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.report.log import Log
 from kvr_mpi.transport import together
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
@@ -76,7 +76,7 @@ class Forecast:
 
 
 def check_table(
-    table: Table, contexts: Sequence[int], run: RunSlices, trials: int, say: Say, *, with_grid: bool = False
+    table: Table, contexts: Sequence[int], run: RunSlices, trials: int, logger: RankLogger, *, with_grid: bool = False
 ) -> bool:
     """Check the entries for some lengths and the lengths between them; say what holds, and return whether all does."""
     findings: list[Regret | Forecast] = []
@@ -85,10 +85,12 @@ def check_table(
         if with_grid:
             tried = search_grid(tokens, table.key.ranks, lambda split: run(split).ttft_s)
             more = [best_of(tried)]
-            say(f"the paper's grid search of {tokens} tokens finds {more[0]} after {counted(len(tried), 'run')}")
+            logger.info(
+                f"the paper's grid search of {tokens} tokens finds {more[0]} after {counted(len(tried), 'run')}"
+            )
         regret = sweep(table, tokens, run, trials, more)
         findings.append(regret)
-        say(
+        logger.info(
             f"{_word(regret.holds)}: {tokens} tokens: {regret.chosen} takes {regret.chosen_s:.3f} s, the best of the "
             f"sweep {regret.best} {regret.best_s:.3f} s ({100 * regret.ratio:+.1f} %, allowed "
             f"{100 * REGRET_ALLOWED:.0f} %); even slices {100 * (regret.even_s / regret.chosen_s - 1):+.1f} %"
@@ -98,13 +100,13 @@ def check_table(
         if below < tokens < above:
             forecast = _forecast(table, tokens, run, trials)
             findings.append(forecast)
-            say(
+            logger.info(
                 f"{_word(forecast.holds)}: {tokens} tokens, not in the table: {forecast.split} takes "
                 f"{forecast.measured_s:.3f} s, forecast {forecast.predicted_s:.3f} s ({100 * forecast.ratio:+.1f} %, "
                 f"allowed {100 * FORECAST_ALLOWED:.0f} %)"
             )
     holding = sum(finding.holds for finding in findings)
-    say(f"{holding} of {len(findings)} hold, median of {counted(trials, 'trial')}")
+    logger.info(f"{holding} of {len(findings)} hold, median of {counted(trials, 'trial')}")
     return holding == len(findings)
 
 
@@ -164,9 +166,9 @@ def main(arguments: Sequence[str]) -> int:
     world = connect()
 
     def work() -> int:
-        log = Log(world.rank)
+        logger = RankLogger(world.rank)
         loaded = load_everywhere(world, wanted.model, wanted.dtype, "auto")
-        chain = open_links(world, loaded, "auto", log)
+        chain = open_links(world, loaded, "auto", logger)
         loaded = check_chain(loaded)
         with pinned(chain):
             key = table_key(loaded, chain)
@@ -178,6 +180,6 @@ def main(arguments: Sequence[str]) -> int:
             if wanted.contexts is not None:
                 lengths = parse_numbers("--contexts", wanted.contexts)
             with leading(loaded, chain) as run:
-                return 0 if check_table(table, lengths, run, wanted.trials, log.root, with_grid=wanted.grid) else 1
+                return 0 if check_table(table, lengths, run, wanted.trials, logger.root, with_grid=wanted.grid) else 1
 
     return run_guarded(world, work)

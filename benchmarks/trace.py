@@ -25,6 +25,7 @@ from benchmarks.pairs import Patience, measure_pairs, ratio_of
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.errors import counted
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         recorder, offset_s = Recorder(is_on=True), time.time() - time.perf_counter()
         header = TraceHeader(world.rank, world.size, 1, "here", "cpu", layers)
-        writer = TraceWriter(Path(folder), header, recorder, offset_s=offset_s, limit_bytes=1 << 26, say=print)
+        writer = TraceWriter(
+            Path(folder), header, recorder, offset_s=offset_s, limit_bytes=1 << 26, logger=RankLogger()
+        )
         forwarders = Forwarder(world, recorder=Recorder()), Forwarder(world, recorder=recorder)
 
         def prefill(is_traced: bool) -> tuple[float, float]:

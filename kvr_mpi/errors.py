@@ -20,10 +20,8 @@ A message says what happened, the value, the valid choices, and the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-
-Say = Callable[[str], None]  # logs a line
 
 EXIT_OK = 0
 EXIT_BUG = 1

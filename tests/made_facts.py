@@ -11,11 +11,10 @@ from kvr_mpi.transport.mpi_query import MpiFacts
 
 MPI = MpiFacts("MPICH 5.0.2", "5.0", "THREAD_MULTIPLE", False, "MPIX_GPU_query_support says no")
 GPU = DeviceFacts(built="13.0", driver=True, count=2, index=0, name="H200", uuid="a")
-VERSIONS = {"python": "3.12.1", "torch": "2.13.0", "transformers": "5.23.0", "mpi4py": "4.1.2"}
 
 
 def place(rank: int, host: str = "node1", **more: Any) -> RankFacts:
-    base = RankFacts(rank, host, (2 * rank, 2 * rank + 1), "", DeviceFacts(), MPI, VERSIONS)
+    base = RankFacts(rank, host, DeviceFacts(), MPI, "4.1.2")
     return replace(base, **more)
 
 

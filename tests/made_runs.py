@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import torch
+from made_logs import logger_to
 
 from kvr_mpi.documents import Corpus, CorpusPart
 from kvr_mpi.documents.corpus import corpus_of as made_corpus
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.store.export import write_export
 from kvr_mpi.store.folder import make_writable, survey
 from kvr_mpi.store.kv import CachedTokens, KeysValues
@@ -79,13 +81,13 @@ class Run(NamedTuple):
     lock: Lock
 
 
-def take(folder: Path, say: Callable[[str], None] = print, **options: Any) -> Run:
+def take(folder: Path, logger: RankLogger = SILENT, **options: Any) -> Run:
     """Open a run's folder for a job."""
     header, corpus = options.pop("header", HEADER), options.pop("corpus", corpus_of(NAMES))
     make_writable(folder)
-    lock = Lock(folder, options.pop("owner", None) or this_process(), say)
+    lock = Lock(folder, options.pop("owner", None) or this_process(), logger)
     try:
-        found = open_run(folder, header, corpus, lock, say=say, **options)
+        found = open_run(folder, header, corpus, lock, logger=logger, **options)
         kept = set(corpus.ids()) - {corpus.id(number) for number in found.todo.tolist()}
         places = survey(folder).locate()[0]
         done = {name for name in kept if places[name].is_done}
@@ -107,7 +109,7 @@ def write_share(parent: Path, number: int, count: int, names: Sequence[str], fai
 def resume(folder: Path, **options: Any) -> tuple[set[str], set[str], list[str]]:
     """Resume and end at once: what is done, what failed, and what was said."""
     said: list[str] = []
-    run = take(folder, said.append, **options)
+    run = take(folder, logger_to(said), **options)
     run.lock.release()
     return run.done, run.failed, said
 

@@ -119,7 +119,7 @@ def test_it_depends_on_what_the_project_does() -> None:
 
 
 NAMES = {
-    "Chain": ["model", "comm", "generation", "parallel", "say"],
+    "Chain": ["model", "comm", "generation", "parallel"],
     "ChainPrefill": None,
     "DocumentKV": None,
     "KvrError": None,

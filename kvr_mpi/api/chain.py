@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvr_mpi.api.ranks import ending_all, join_ranks
 from kvr_mpi.cli.environment import read_environment
-from kvr_mpi.cli.launch import quiet_libraries
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents.document import AS_THE_JOB
-from kvr_mpi.errors import ConfigError, DocumentError, Say
+from kvr_mpi.errors import ConfigError, DocumentError
 from kvr_mpi.job import JobSpec, make_job, show_job
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import from_plain
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.preflight.checks import check_table
@@ -74,8 +74,6 @@ class Chain:
         Default: all ranks that ``mpirun`` or ``srun`` started; without a launcher this process alone.
     generation, parallel : mapping, optional
         A job's ``[generation]`` and ``[parallel]``.
-    say : callable, optional
-        Receives log lines on rank 0.
 
     Raises
     ------
@@ -90,9 +88,7 @@ class Chain:
         *,
         generation: Mapping[str, Any] | None = None,
         parallel: Mapping[str, Any] | None = None,
-        say: Say | None = None,
     ) -> None:
-        quiet_libraries()
         machine = read_environment()
         self._world, self._owns = join_ranks(comm), comm is not None
         with ending_all(self._world):
@@ -102,10 +98,10 @@ class Chain:
             together(self._world, lambda: check_table(spec, self._world.size))
             device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
-            tell = say or (lambda line: None)
-            self._setup = prepare(spec, machine, JobRanks(self._ranks, self._ranks), self._ranks, tell)
+            logger = RankLogger(self._world.rank)
+            self._setup = prepare(spec, machine, JobRanks(self._ranks, self._ranks), self._ranks, logger)
             self._runner = ChainRunner(self._setup, self._ranks, 0)
-            self._planner = Planner(self._runner, tell) if self._ranks.rank == 0 else None
+            self._planner = Planner(self._runner, logger) if self._ranks.rank == 0 else None
         self._prompts = 0  # number of prefilled prompts
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.decode_rank = self.size - 1

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.api.ranks import ending_all, join_ranks
-from kvr_mpi.cli.environment import is_offline
-from kvr_mpi.cli.plan import plan_here
+from kvr_mpi.cli.environment import is_offline, read_environment
 from kvr_mpi.cli.run import run_on
 from kvr_mpi.errors import EXIT_OK, ConfigError
 from kvr_mpi.job import JobSpec, load_job, make_job
@@ -65,8 +64,9 @@ def run(
 ) -> RunOutcome:
     """Run a job on the ranks of a communicator: prefill, answer and store every document. All ranks call this.
 
-    Log lines go to standard error, as with ``kvr-run``. A rank that fails alone ends all ranks, since they would wait
-    for it forever. Signals that stop the job are handled only if this is called in the main thread.
+    What happens is logged to the logger ``kvr_mpi`` and those below it, which have no handlers: configure `logging` to
+    see more than warnings. A rank that fails alone ends all ranks, since they would wait for it forever. Signals that
+    stop the job are handled only if this is called in the main thread.
 
     Parameters
     ----------
@@ -117,7 +117,9 @@ def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequenc
     """
     if ranks < 1:
         raise ConfigError(f"ranks = {ranks}: expected the number of ranks of the job, at least 1")
-    return plan_here(read_job(job, settings), ranks, hardware)
+    from kvr_mpi.setup.planning import plan_job
+
+    return plan_job(read_job(job, settings), read_environment(), ranks, hardware)
 
 
 def simulate(

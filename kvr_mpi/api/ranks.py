@@ -8,7 +8,7 @@ from typing import Any
 
 from kvr_mpi.cli.environment import tell_libraries
 from kvr_mpi.errors import EXIT_BUG, KvrError
-from kvr_mpi.report.log import Log
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.transport import FailedTogetherError, Transport
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi import adopt, connect
@@ -53,6 +53,6 @@ def ending_all(world: Transport) -> Iterator[None]:
     except Exception as error:
         if world.size > 1:
             code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
-            Log(world.rank).line(f"error: {error}; ending all ranks, since they would wait for this one")
+            RankLogger(world.rank).error(f"{error}; ending all ranks, since they would wait for this one")
             world.abort(code)
         raise

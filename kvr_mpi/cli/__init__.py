@@ -28,7 +28,7 @@ GROUPS = {
         "export": "Export answers as JSON lines, CSV or Parquet, or keys and values.",
     },
     "Every week": {
-        "doctor": "Check the machine: launcher, cores, GPUs, links, files, SLURM.",
+        "doctor": "Check the machine: launcher, MPI, GPUs, links, folder, SLURM.",
         "plan": "Show which documents would run on which chains, when, and why.",
         "sbatch": "Submit a job to SLURM, with nodes and time from the plan.",
         "inspect": "Show the contents of a result file, or one of its documents.",

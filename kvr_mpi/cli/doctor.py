@@ -24,13 +24,13 @@ def doctor(
     as_json: bool,
     share_gpu: bool,
 ) -> int:
-    """Examine the launcher, cores, GPUs, MPI, links, HDF5, clocks and SLURM, and suggest remedies.
+    """Examine the launcher, MPI, GPUs, links, folder and batch system, and suggest remedies.
 
     \b
     mpirun -n 8 kvr doctor job.toml
     srun --mpi=pmi2 kvr doctor --json
 
-    With JOB, its output folder and tensor-parallel groups are tested; without it, the current folder.
+    With JOB, its output folder is tested; without it, the current folder.
 
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301
@@ -42,7 +42,7 @@ def doctor(
         from kvr_mpi.job import load_job
 
         spec, _ = load_job(job, settings)
-        request = replace(request, output_dir=Path(spec.output.path), tensor_parallel=spec.parallel.tensor_parallel)
+        request = replace(request, output_dir=Path(spec.output.path))
 
     def show(findings: Sequence[Finding]) -> None:
         click.echo(json.dumps(to_json(findings), indent=2) if as_json else "\n".join(to_lines(findings)))

@@ -33,7 +33,9 @@ def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, share
     listed, the exit code is 65, and without -o nothing is merged.
     """
     from kvr_mpi.cli.environment import read_owner
+    from kvr_mpi.cli.log_lines import show_log
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, MissingError
+    from kvr_mpi.logs import RankLogger
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.lock import Lock
     from kvr_mpi.store.rewrite import merge_run, merge_runs
@@ -49,9 +51,10 @@ def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, share
     if output is None and runs != folders[:1]:
         raise click.UsageError(f"{len(runs)} runs to merge: name a file with -o FILE")
     owner = read_owner()
+    show_log()
     with ExitStack() as locks:
         for path in runs:
-            locks.enter_context(Lock(path, owner, lambda line: click.echo(line, err=True)))
+            locks.enter_context(Lock(path, owner, RankLogger()))
         if output is None:
             result, missing = merge_run(folders[0]), lost
         else:

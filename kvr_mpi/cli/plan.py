@@ -182,11 +182,11 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
 def plan_here(spec: JobSpec, ranks: int, hardware: str | None) -> PlannedJob:
     """Plan a job for this number of ranks."""
     from kvr_mpi.cli.environment import read_environment
-    from kvr_mpi.cli.launch import quiet_libraries
-    from kvr_mpi.report.log import Log
+    from kvr_mpi.cli.log_lines import quiet_libraries, show_log
     from kvr_mpi.setup.planning import plan_job
 
-    quiet_libraries(Log().line)
+    show_log()
+    quiet_libraries()
     return plan_job(spec, read_environment(), ranks, hardware)
 
 

@@ -34,8 +34,10 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: str | None, keep
     while a job is writing to RUN.
     """
     from kvr_mpi.cli.environment import read_owner
+    from kvr_mpi.cli.log_lines import show_log
     from kvr_mpi.duration import parse_duration
     from kvr_mpi.errors import ConfigError, MissingError
+    from kvr_mpi.logs import RankLogger
     from kvr_mpi.plain import parse_size
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.lock import Lock
@@ -50,7 +52,8 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: str | None, keep
     keep_bytes = math.inf if keep is None else parse_size(keep)
     if keep_bytes is None:
         raise click.UsageError(f"--keep {keep!r}: expected a size such as 500G, 1.5T, or bytes")
-    with Lock(folder, read_owner(), lambda line: click.echo(line, err=True)) as lock:
+    show_log()
+    with Lock(folder, read_owner(), RankLogger()) as lock:
         index = read_results([folder])
         stored = list_stored(index)
         if unknown := set(documents) - set(stored):

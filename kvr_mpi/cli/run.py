@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from kvr_mpi.runtime.options import RunOptions
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
-    from kvr_mpi.report.log import Level
     from kvr_mpi.transport import Transport
 
 
@@ -93,8 +93,9 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
     shows_config, settings = given.pop("show_config"), given.pop("settings")
     from kvr_mpi.cli.environment import tell_libraries
     from kvr_mpi.cli.launch import run_guarded
-    from kvr_mpi.errors import KvrError, exit_line
-    from kvr_mpi.report.log import Log
+    from kvr_mpi.cli.log_lines import Level, quiet_libraries, show_log
+    from kvr_mpi.errors import KvrError
+    from kvr_mpi.logs import RankLogger
     from kvr_mpi.transport.mpi import connect, launched_size
 
     quiet, verbose = given.pop("quiet"), given.pop("verbose")
@@ -102,15 +103,22 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
         raise click.UsageError("--quiet and --verbose exclude each other: give only one")
     level: Level = "quiet" if quiet else "verbose" if verbose else "normal"
     bar = level == "normal" and launched_size(os.environ) is None and sys.stderr.isatty()
-    options = RunOptions(**given, level=level, bar=bar)
+    options = RunOptions(**given, table=not quiet, bar=bar)
     check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     tell_libraries()
     try:
         world = connect()
     except KvrError as error:
-        Log().line(f"error: {error}\n{exit_line(error.exit_code)}")
+        show_log(level)
+        RankLogger().error(str(error))
+        RankLogger().end(error.exit_code)
         return error.exit_code
-    return run_guarded(world, lambda: run_on(world, name, options, lambda: load(settings), shows_config))
+
+    def work() -> int:
+        libraries = partial(quiet_libraries, world.rank)
+        return run_on(world, name, options, lambda: load(settings), shows_config, libraries)
+
+    return run_guarded(world, work, level)
 
 
 def run_on(
@@ -119,14 +127,19 @@ def run_on(
     options: RunOptions,
     load: Callable[[], tuple[JobSpec, dict[str, str]]],
     shows_config: bool = False,
+    on_import: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run a job on these ranks and return the exit code; all ranks call this. Parameters as for `run_as_told`."""
+    """Run a job on these ranks and return the exit code; all ranks call this.
+
+    name, options, load, shows_config : as for `run_as_told`.
+    on_import : called once torch and transformers are imported.
+    """
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import JobSpec, show_job
+    from kvr_mpi.logs import RankLogger
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.preflight.inputs import identity_of
-    from kvr_mpi.report.log import Log
     from kvr_mpi.scheduler import end_time
     from kvr_mpi.store.lock import check_unused
     from kvr_mpi.store.run import check_settings, is_of_job, last_header
@@ -180,14 +193,16 @@ def run_on(
             check_settings(Path(spec.output.path), identity_of(spec))
 
     on_root(world, check_here)
-    log = Log(world.rank, options.level)
-    log.root(f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents")
-    from kvr_mpi.cli.launch import importing, quiet_libraries
+    logger = RankLogger(world.rank)
+    logger.root.info(
+        f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents"
+    )
+    from kvr_mpi.cli.launch import importing
 
     with importing():  # imported only now: it takes seconds
         from kvr_mpi.runtime.batch import run_job
 
-        quiet_libraries(None if world.rank else log.root)
+        on_import()
     machine = read_environment()
     # Launchers other than srun may pass variables to the ranks of the first host only.
     deadline_s, end_from = share_json(world, end_time(os.environ))
@@ -195,7 +210,7 @@ def run_on(
         deadline_s = limit_s
     elif deadline_s is not None and deadline_s <= time.time():  # wrong: this job is still running
         ago = duration_text(time.time() - deadline_s)
-        log.root(f"warning: {end_from} says that the job ended {ago} ago: ignored")
+        logger.root.warning(f"{end_from} says that the job ended {ago} ago: ignored")
         deadline_s = None
     options = replace(options, overwrite=overwrite)
-    return run_job(spec, options, replace(machine, deadline_s=deadline_s), world, log)
+    return run_job(spec, options, replace(machine, deadline_s=deadline_s), world, logger)

@@ -81,8 +81,8 @@ def search(
         import torch
 
         from kvr_mpi.cli.launch import open_model_job
+        from kvr_mpi.logs import RankLogger
         from kvr_mpi.prefill.self_check import check_chain
-        from kvr_mpi.report.log import Log
         from kvr_mpi.transport import on_root, together
         from kvr_mpi.transport.mpi_query import library_version
         from kvr_mpi.tuning.cores import pinned
@@ -91,10 +91,9 @@ def search(
         from kvr_mpi.tuning.table import save_table
         from kvr_mpi.tuning.tabulate import check_contexts, tabulate
 
-        log = Log(world.rank)
-
+        logger = RankLogger(world.rank)
         asked = together(world, lambda: check_contexts(parse_numbers("--contexts", contexts), size, None))
-        loaded, chain = open_model_job(world, job, settings, log)
+        loaded, chain = open_model_job(world, job, settings, logger)
         lengths = together(world, lambda: check_contexts(asked, size, loaded.shape.max_tokens))
         loaded = check_chain(loaded)
         threads = torch.get_num_threads()  # the same number as in a job
@@ -107,13 +106,13 @@ def search(
             if target is None:
                 follow_measurements(loaded, chain)
                 return 0
-            log.root(f"{size} ranks of {key.device}; {_say_costs(costs)}")
+            logger.root.info(f"{size} ranks of {key.device}; {_say_costs(costs)}")
             with leading(loaded, chain) as run:
-                for table in tabulate(lengths, costs, key, provenance, run, log.root):
+                for table in tabulate(lengths, costs, key, provenance, run, logger.root):
                     save_table(table, target)
-                log.root(f"fitted: {_say_costs(table.rates)}")
+                logger.root.info(f"fitted: {_say_costs(table.rates)}")
                 searched = ", ".join(str(entry.context_tokens) for entry in table.entries)
-                log.root(f"{target}: entries for {searched} tokens")
+                logger.root.info(f"{target}: entries for {searched} tokens")
         return 0
 
     return run_guarded(world, work)
@@ -147,8 +146,10 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
 
     from kvr_mpi.cli.environment import is_offline, read_environment
     from kvr_mpi.cli.files import writing_file
+    from kvr_mpi.cli.log_lines import show_log
     from kvr_mpi.disk import replacing
     from kvr_mpi.job import load_job
+    from kvr_mpi.logs import RankLogger
     from kvr_mpi.preflight.checks import check_job
     from kvr_mpi.runtime.head_sample import sample_heads
     from kvr_mpi.store.targets import check_file
@@ -157,9 +158,8 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, offline=is_offline())
     check_file(output, overwrite=overwrite)
-    found, left_out = sample_heads(
-        spec, read_environment(), spec.documents.limit or SAMPLED, lambda text: click.echo(text, err=True)
-    )
+    show_log()
+    found, left_out = sample_heads(spec, read_environment(), spec.documents.limit or SAMPLED, RankLogger())
     for name, reason in left_out:
         click.echo(f"left out: {name}: {reason}", err=True)
     with writing_file(output), replacing(output) as stream:

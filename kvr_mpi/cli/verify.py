@@ -46,16 +46,16 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
     def work() -> int:
         from kvr_mpi.cli.launch import open_model_job
         from kvr_mpi.errors import ConfigError
+        from kvr_mpi.logs import RankLogger
         from kvr_mpi.prefill.failure import is_out_of_memory
         from kvr_mpi.prefill.finite import explain_not_finite
         from kvr_mpi.prefill.self_check import check_chain
-        from kvr_mpi.report.log import Log
         from kvr_mpi.setup.verify import NEW_TOKENS
         from kvr_mpi.setup.verify import verify as verify_all
         from kvr_mpi.transport import together
 
-        log = Log(world.rank)
-        loaded, links = open_model_job(world, job, settings, log)
+        logger = RankLogger(world.rank)
+        loaded, links = open_model_job(world, job, settings, logger)
 
         def choose() -> list[int]:
             context = loaded.shape.max_tokens
@@ -77,7 +77,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
             for finding in verify_all(checked, links, chosen, SEED):
                 count, failed = count + 1, failed + (not finding.holds)
                 are_finite = are_finite and finding.is_finite
-                log.root(
+                logger.root.info(
                     f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.slices}: logits "
                     f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
                     f"{finding.allowed:.1e}), greedy tokens {'the same' if finding.same_tokens else 'DIFFERENT'}"
@@ -90,8 +90,8 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
                 f"--lengths {lengths}: not enough memory for plain transformers and a chain: {what}; shorten them"
             ) from error
         if not are_finite:
-            log.root(f"warning: {explain_not_finite(loaded.dtype)}")
-        log.root(f"{count - failed} of {count} checks passed on {counted(world.size, 'rank')}")
+            logger.root.warning(explain_not_finite(loaded.dtype))
+        logger.root.info(f"{count - failed} of {count} checks passed on {counted(world.size, 'rank')}")
         return EXIT_DIFFERS if failed else 0
 
     return run_guarded(world, work)

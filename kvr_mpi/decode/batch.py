@@ -23,8 +23,9 @@ from kvr_mpi.decode.repetition import NO_PENALTIES, Penalties
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
-from kvr_mpi.errors import DocumentError, Say, counted
+from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.prefill.failure import Failure, attempt
@@ -50,7 +51,7 @@ class DecodeBatch:
 
     stop : stop strings.
     group : the ranks that decode; by default this rank alone, with packed rows.
-    say : logs a line when rows change because of memory.
+    logger : told when rows change because of memory.
     most_rows : largest number of prompts in a row; None unless memory was too short for all of them.
     """
 
@@ -62,7 +63,7 @@ class DecodeBatch:
         stop: Sequence[str],
         max_new_tokens: int,
         group: Group | None = None,
-        say: Say = lambda line: None,
+        logger: RankLogger = SILENT,
         penalties: Penalties = NO_PENALTIES,
         stop_repetition: bool = False,
     ) -> None:
@@ -85,7 +86,7 @@ class DecodeBatch:
         self._aside: list[BatchEntry] = []  # no memory for their next token until another prompt leaves
         self._finished: list[BatchEntry] = []
         self._anew_at = begins_anew_at(loaded.model)
-        self._say, self._why_short = say, ""
+        self._logger, self._why_short = logger.only(group is None or group.ranks is None or group.ranks.rank == 0), ""
         self._calm_steps, self._patience = 0, CALM_STEPS
         self.most_rows: int | None = None
 
@@ -259,8 +260,8 @@ class DecodeBatch:
         if self.most_rows != before:
             self._patience = CALM_STEPS if before is None else min(2 * self._patience, MOST_CALM_STEPS)
             self._calm_steps = 0
-            self._log(
-                f"warning: not enough memory for {counted(max(rows), 'answer')} in a decode step ({self._why_short}): "
+            self._logger.warning(
+                f"not enough memory for {counted(max(rows), 'answer')} in a decode step ({self._why_short}): "
                 f"at most {self.most_rows} from now on; more are tried again after {self._patience} steps"
             )
         elif self.most_rows is not None and len(rows) > 1:  # with one row, longer ones are not needed
@@ -269,12 +270,7 @@ class DecodeBatch:
                 self.most_rows = 2 * self.most_rows if 2 * self.most_rows < MAX_SEQUENCES else None
                 self.group.forget_rows()
                 allowed = "all answers" if self.most_rows is None else f"up to {self.most_rows} answers"
-                self._log(f"{allowed} in a decode step again")
-
-    def _log(self, line: str) -> None:
-        """Log a line, once for the ranks of a group."""
-        if self.group.ranks is None or self.group.ranks.rank == 0:
-            self._say(line)
+                self._logger.info(f"{allowed} in a decode step again")
 
     def _step(self, row: Sequence[BatchEntry]) -> None:
         """Generate one token for each prompt of a row; if memory is short, split the row from now on."""

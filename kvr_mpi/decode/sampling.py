@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from logging import INFO, WARNING
 from typing import Any
 
 import torch
@@ -71,8 +72,8 @@ def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationCo
     return config
 
 
-def describe_generation(model: Any, tokenizer: Any, config: GenerationConfig) -> Iterator[str]:
-    """Describe the generation defaults of a model that answers do not follow, and ends of text that it does not name.
+def describe_generation(model: Any, tokenizer: Any, config: GenerationConfig) -> Iterator[tuple[int, str]]:
+    """Yield log levels and lines: defaults of a model that answers do not follow, ends of text that it does not name.
 
     config : made from the defaults and a job's settings by `make_generation_config`.
     """
@@ -82,12 +83,15 @@ def describe_generation(model: Any, tokenizer: Any, config: GenerationConfig) ->
     ignored += [name for name in own if name not in known]
     if ignored:
         told = ", ".join(f"{name} = {own[name]!r}" for name in ignored)
-        yield f"warning: settings of the model's generation_config.json are not supported, and ignored: {told}"
+        yield WARNING, f"settings of the model's generation_config.json are not supported, and ignored: {told}"
     if own.get("do_sample") and not config.do_sample:
         told = ", ".join(f"{name} = {own[name]}" for name in SAMPLING if name in own)
         yield (
-            f"answers are greedy, although the model's generation_config.json asks for sampling"
-            f"{f' ({told})' if told else ''}: set generation.temperature to sample"
+            INFO,
+            (
+                f"answers are greedy, although the model's generation_config.json asks for sampling"
+                f"{f' ({told})' if told else ''}: set generation.temperature to sample"
+            ),
         )
     ends, end = ends_of(config), getattr(tokenizer, "eos_token_id", None)
     if end is None or end in ends:
@@ -96,13 +100,19 @@ def describe_generation(model: Any, tokenizer: Any, config: GenerationConfig) ->
     advice = f'add "eos_token_id": {sorted({end, *ends})} to it, or set generation.stop'
     if not ends:
         yield (
-            f"warning: the model's generation_config.json names no end of text, so answers run to max_new_tokens, "
-            f"although its tokenizer has {token}: {advice}"
+            WARNING,
+            (
+                f"the model's generation_config.json names no end of text, so answers run to max_new_tokens, "
+                f"although its tokenizer has {token}: {advice}"
+            ),
         )
     else:
         yield (
-            f"warning: the end of text {token} of the tokenizer is not among those of the model's "
-            f"generation_config.json ({', '.join(map(str, sorted(ends)))}), so answers go on after it: {advice}"
+            WARNING,
+            (
+                f"the end of text {token} of the tokenizer is not among those of the model's "
+                f"generation_config.json ({', '.join(map(str, sorted(ends)))}), so answers go on after it: {advice}"
+            ),
         )
 
 

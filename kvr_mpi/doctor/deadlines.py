@@ -1,8 +1,7 @@
 """Waits with time limits, so that the doctor never hangs.
 
-Ranks sleep while they wait for others (`wait_for`, `wait_for_all`), which leaves the cores to ranks that measure. Calls
-without a timeout of their own run in a thread (`within`). The parent process limits the time of each step
-(``process``).
+Ranks sleep while they wait for others (`wait_for_all`), which leaves the cores to ranks that measure. Calls without a
+timeout of their own run in a thread (`within`). The parent process limits the time of each step (``process``).
 """
 
 from __future__ import annotations
@@ -38,26 +37,22 @@ def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep:
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise SilentError(f"{who} did not arrive within {timeout_s:.0f} s")
-        if asleep:
-            time.sleep(NAP_S)
-        elif waited_s > SPIN_S:
-            time.sleep(NAP_S / 20)
+        if asleep or waited_s > SPIN_S:
+            time.sleep(NAP_S if asleep else NAP_S / 20)
         else:
             os.sched_yield()  # with more ranks than cores, the peer may need this core
 
 
 def wait_for_all(transport: Transport, timeout_s: float) -> None:
     """Wait for all ranks with a barrier that sleeps; after the timeout, `SilentError` names the missing ranks."""
-    others = range(1, transport.size)
     token = torch.zeros(1, dtype=torch.uint8)
     if transport.rank:
-        sent = transport.isend(token, 0, FixedTag.MEETING)
+        transport.isend(token, 0, FixedTag.MEETING)
         wait_for(transport.irecv(torch.empty_like(token), 0, FixedTag.MEETING), timeout_s, "rank 0", asleep=True)
-        wait_for(sent, timeout_s)
         return
+    others = range(1, transport.size)
     arrivals = {rank: transport.irecv(torch.empty_like(token), rank, FixedTag.MEETING) for rank in others}
-    ends = time.monotonic() + timeout_s
-    missing = []
+    ends, missing = time.monotonic() + timeout_s, []
     for rank, arrival in arrivals.items():
         try:
             wait_for(arrival, max(0.0, ends - time.monotonic()), asleep=True)

@@ -52,7 +52,6 @@ class Lack:
     holds: Callable[[DeviceFacts], bool]
     describe: Callable[[DeviceFacts], str]
     remedy: str
-    check: str = "devices"
 
 
 LACKS = (
@@ -74,16 +73,6 @@ LACKS = (
         'use whole GPUs for chains, or parallel.transport = "staged"',
     ),
     Lack(
-        lambda gpu: not gpu.has_nccl,
-        lambda gpu: "this torch is built without NCCL",
-        "install the torch build for your GPUs, or use the transport 'staged'",
-    ),
-    Lack(
-        lambda gpu: not gpu.loads_directly,
-        lambda gpu: "weights are loaded through host memory, since accelerate is not installed",
-        'pip install "accelerate>=1.0": they are read straight to the GPU',
-    ),
-    Lack(
         lambda gpu: gpu.module_loading.upper() == "LAZY",
         lambda gpu: "CUDA_MODULE_LOADING=LAZY: loading a kernel has to wait for NCCL transfers",
         "unset it: kvr-mpi then makes CUDA load all kernels at the start (EAGER)",
@@ -93,7 +82,6 @@ LACKS = (
         lambda gpu: "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
         "unset it for parallel.transport = 'mpi': other processes cannot open such memory (CUDA IPC), and no error is "
         "raised; with the other transports, kvr-mpi sets it itself",
-        check="allocator",
     ),
 )
 
@@ -102,18 +90,10 @@ def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
     """Warn about GPUs with missing features, wrong settings or other users."""
     on_gpu = [one for one in facts if one.device.index is not None]
     findings = []
-    kinds = group_ranks(on_gpu, lambda one: f"{one.device.name} ({one.device.total_bytes / GIB:.0f} GiB)")
-    if len(kinds) > 1:
-        text = some([f"{kind}: {_ranks(ranks)}" for kind, ranks in kinds.items()])
-        remedy = (
-            "slices are matched to the speed of each rank, but a prompt has to fit into the smallest memory; "
-            "`--constraint` or `--gres=gpu:TYPE` requests GPUs of one kind"
-        )
-        findings.append(warn("devices", f"there are GPUs of several kinds: {text}", remedy))
     for lack in LACKS:
         if found := [one for one in on_gpu if lack.holds(one.device)]:
             text = f"{_ranks(found)}: {lack.describe(found[0].device)}"
-            findings.append(warn(lack.check, text, lack.remedy))
+            findings.append(warn("devices", text, lack.remedy))
     return findings
 
 
@@ -129,8 +109,8 @@ def _no_gpu(one: RankFacts) -> Finding:
             "devices", text, "unset CUDA_VISIBLE_DEVICES, or request GPUs from the batch system (`--gpus-per-task=1`)"
         )
     if device.driver and not device.built:
-        text = f"{one.host} has an NVIDIA driver, but torch {one.versions['torch']} is built without CUDA"
+        text = f"{one.host} has an NVIDIA driver, but torch {device.torch} is built without CUDA"
         return warn("devices", text, "install the torch build for your GPUs (pytorch.org, 'Get started')")
     if device.unusable:
         return fail("devices", f"{one.host}: {device.unusable}", device.remedy)
-    return ok("devices", f"no GPU; torch {one.versions['torch']} computes on the CPU cores")
+    return ok("devices", f"no GPU; torch {device.torch} computes on the CPU cores")

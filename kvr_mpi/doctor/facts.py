@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-import os
-import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvr_mpi.cgroups import cpu_quota
 from kvr_mpi.doctor.deadlines import within
 from kvr_mpi.model.devices import NVIDIA_DRIVER, find_unusable_gpu
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
 
-LIBRARIES = ("torch", "transformers", "numpy", "h5py", "mpi4py")
 # The first access to a GPU may take long, and never return if its driver hangs.
 DEVICE_TIMEOUT_S = 60.0
 
@@ -24,6 +19,7 @@ DEVICE_TIMEOUT_S = 60.0
 class DeviceFacts:
     """The GPU that a rank would use."""
 
+    torch: str = ""  # its version
     built: str = ""  # CUDA version of this torch build; empty: none
     driver: bool = False  # the machine has an NVIDIA driver
     unusable: str = ""  # why jobs cannot use the GPU, with torch's reason
@@ -38,23 +34,18 @@ class DeviceFacts:
     capability: tuple[int, int] = (0, 0)
     total_bytes: int = 0
     free_bytes: int = 0  # before this program allocates any
-    has_nccl: bool = True
     module_loading: str = ""  # CUDA_MODULE_LOADING
-    loads_directly: bool = True  # weights are read without a full copy in host memory (`model.load.placement`)
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """One rank's host, device, MPI and software."""
+    """One rank's host, device and MPI."""
 
     rank: int
     host: str
-    cores: tuple[int, ...]
-    threads: str  # OMP_NUM_THREADS; empty: not set
     device: DeviceFacts
     mpi: MpiFacts | None
-    versions: dict[str, str]
-    cpu_quota: int | None = None  # of its control group, in cores
+    mpi4py: str = ""  # its version
 
 
 def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
@@ -70,12 +61,9 @@ def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool
     return RankFacts(
         rank=rank,
         host=socket.gethostname(),
-        cores=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
-        threads=environ.get("OMP_NUM_THREADS", ""),
         device=look_at_device(gpu, environ),
         mpi=describe_mpi(environ) if with_mpi else None,
-        versions={"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
-        cpu_quota=cpu_quota(),
+        mpi4py=importlib.metadata.version("mpi4py"),
     )
 
 
@@ -91,6 +79,7 @@ def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
         unusable = find_unusable_gpu(environ)
         free, total = (0, 0) if index is None else torch.cuda.mem_get_info(index)
         return DeviceFacts(
+            torch=torch.__version__,
             built=torch.version.cuda or "",
             driver=NVIDIA_DRIVER.exists(),
             unusable="" if unusable is None else unusable.reason,
@@ -104,9 +93,7 @@ def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
             capability=(properties.major, properties.minor) if properties else (0, 0),
             total_bytes=total,
             free_bytes=free,
-            has_nccl=torch.distributed.is_nccl_available(),
             module_loading=environ.get("CUDA_MODULE_LOADING", ""),
-            loads_directly=importlib.util.find_spec("accelerate") is not None,
         )
 
     try:
@@ -121,15 +108,3 @@ def group_ranks(facts: Sequence[RankFacts], key: Callable[[RankFacts], str]) -> 
     for one in facts:
         groups.setdefault(key(one), []).append(one)
     return groups
-
-
-def group_hosts(facts: Sequence[RankFacts]) -> dict[str, list[RankFacts]]:
-    """Group ranks by host."""
-    return group_ranks(facts, lambda one: one.host)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"

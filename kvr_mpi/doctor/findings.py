@@ -11,7 +11,7 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, counted, pri
 CheckStatus = Literal["ok", "warn", "fail"]
 
 # A failure in one of these means that the ranks cannot communicate.
-TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "transfers", "links"})
+TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "links"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Child processes that may crash or hang, with time limits even for killing them.
+"""A child process that may crash or hang, whose findings are kept.
 
 MPI_Init may end the process (MPICH does under Open MPI's mpirun), and a driver call may never return. Therefore the
 examination runs in a child process, which calls MPI_Init instead of its parent, like a program started by a wrapper
@@ -13,8 +13,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +34,7 @@ class Outcome:
     findings : the findings that it wrote.
     step : the last step that it began.
     problem : how the process ended or hung in that step; empty if it finished all steps.
-    lost : whether ranks were lost, so that all ranks must be ended.
+    lost : whether ranks were lost, so that MPI_Finalize would hang.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -45,7 +43,7 @@ class Outcome:
     lost: bool = False
 
 
-class Tell:
+class Reporter:
     """The child's side: reports steps, findings and the end.
 
     It uses standard output, and redirects the output of libraries to standard error.
@@ -54,8 +52,7 @@ class Tell:
     def __init__(self) -> None:
         self._lines = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
-        self._released = threading.Event()
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._end_with_parent, daemon=True).start()
 
     def step(self, check: str, timeout_s: float) -> None:
         """Report the start of a step, and its time limit."""
@@ -68,20 +65,15 @@ class Tell:
         self._write({"findings": [asdict(finding) for finding in findings]})
 
     def end(self, lost: bool) -> None:
-        """Report the end; if ranks were lost, wait for the parent."""
-        faulthandler.cancel_dump_traceback_later()
+        """Report the end."""
         self._write({"step": END, "timeout_s": LEAVE_TIMEOUT_S, "lost": lost})
-        if lost:
-            self._released.wait()
 
     def _write(self, message: object) -> None:
         self._lines.write(json.dumps(message) + "\n")
 
-    def _listen(self) -> None:
-        """End this process if the parent is gone; continue when the parent releases it."""
+    def _end_with_parent(self) -> None:
         if not os.read(0, 1):
             os._exit(1)
-        self._released.set()
 
 
 class Child:
@@ -91,8 +83,6 @@ class Child:
         self._process = subprocess.Popen(
             command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False
         )
-        assert self._process.stdin is not None
-        self._input = self._process.stdin
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -105,18 +95,17 @@ class Child:
         self._lines.put(b"")
 
     def outcome(self, limit_s: float = START_TIMEOUT_S) -> Outcome:
-        """Collect output until the process ends, loses ranks, or exceeds the time limit of a step."""
+        """Collect output until the process reports its end, dies, or exceeds the time limit of a step."""
         outcome = Outcome()
-        while not outcome.lost:
+        while outcome.step != END:
             try:
                 line = self._lines.get(timeout=limit_s)
             except queue.Empty:
                 self.end(0.0)
-                outcome.problem = "" if outcome.step == END else f"hangs, killed after {limit_s:.0f} s"
+                outcome.problem = f"hangs, killed after {limit_s:.0f} s"
                 break
             if not line:
-                code = self.end(LEAVE_TIMEOUT_S)
-                outcome.problem = "" if outcome.step == END else f"ends the process ({_how(code)})"
+                outcome.problem = f"ends the process ({_how(self.end(LEAVE_TIMEOUT_S))})"
                 break
             message = json.loads(line)
             outcome.findings += tuple(Finding(**finding) for finding in message.get("findings", ()))
@@ -124,56 +113,24 @@ class Child:
             outcome.lost = message.get("lost", False)
         return outcome
 
-    def release(self) -> None:
-        """Allow the process to end all ranks."""
-        self._input.write(b".")
-        self._input.flush()
-        self.end(LEAVE_TIMEOUT_S)
-
-    def end(self, limit_s: float) -> int | None:
+    def end(self, limit_s: float = LEAVE_TIMEOUT_S) -> int | None:
         """Wait for the process, kill it after a time limit, and return its exit code; None if it cannot be killed."""
-        code = _wait(self._process, limit_s)
+        code = self._wait(limit_s)
         if code is None:
             self._process.kill()
-            code = _wait(self._process, KILL_TIMEOUT_S)
-        self._input.close()
+            code = self._wait(KILL_TIMEOUT_S)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         return code
 
-
-def run_limited(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int | None, str, str]:
-    """Run a command and its children with a time limit; return exit code (None: it was killed), output and errors."""
-    kept = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(2)]  # a pipe might never be closed
-    with kept[0] as output, kept[1] as errors:
+    def _wait(self, timeout_s: float) -> int | None:
         try:
-            process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
-            )
-        except OSError as error:
-            return 127, "", str(error)
-        code = _wait(process, timeout_s)
-        if code is None:
-            for sign in (signal.SIGTERM, signal.SIGKILL):  # on SIGTERM a launcher also ends its ranks
-                os.killpg(process.pid, sign)
-                if _wait(process, KILL_TIMEOUT_S) is not None:
-                    break
-        for file in kept:
-            file.seek(0)
-        return code, output.read(), errors.read()
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return None
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 def _how(code: int | None) -> str:
     if code is None:
         return "its output ended, but it cannot be killed"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module in its own process."""
-    return [sys.executable, "-m", module, *arguments]

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import torch
 
-from kvr_mpi.errors import ConfigError, ModelError, Say
+from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.row import Row
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model, run_model
 from kvr_mpi.model.kernels import forget_kernels
@@ -42,13 +43,13 @@ DECODED = "logits of a decoded token"
 PACKED_TOKENS = 7, 4
 
 
-def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
+def check_chain(loaded: LoadedModel, logger: RankLogger = SILENT) -> LoadedModel:
     """Verify on a few tokens that chains give this model's logits, and prepare the model for chains.
 
     Three ranks test slices of one token at both ends, which use other code paths; two ranks test a last slice that the
     last layer cuts to its last token. The prompt is longer than the smallest window or chunk.
 
-    say : called with the result, and with the reason if the model's attention cannot be replaced.
+    logger : told the result, and the reason if the model's attention cannot be replaced.
 
     Returns the model. Where our replacements do not work, its last layer computes all tokens, or its own attention runs
     over the whole prefix. Our kernels are dropped if they make the results differ. Raises `ModelError` if the model
@@ -67,7 +68,7 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     if why is None and loaded.attends_in_parts:
         try:
             loaded = _check_in_parts(loaded, count, truth)
-            _report(truth, say)
+            _report(truth, logger)
             return loaded
         except ModelError as error:
             why = str(error)
@@ -79,22 +80,20 @@ def check_chain(loaded: LoadedModel, say: Say | None = None) -> LoadedModel:
     except ModelError as error:
         raise ModelError(_why_refused(loaded, count, why, str(error))) from error
     prepare_model(loaded.model, chain=True, in_parts=False)
-    if say is not None:
-        say(
-            f"{loaded.shape.architecture}: using the model's own attention over the whole prefix of a layer, since it "
-            f"cannot be computed in parts ({why}): exact, but slower"
-        )
-    _report(truth, say)
+    logger.info(
+        f"{loaded.shape.architecture}: using the model's own attention over the whole prefix of a layer, since it "
+        f"cannot be computed in parts ({why}): exact, but slower"
+    )
+    _report(truth, logger)
     return loaded
 
 
-def _report(truth: Reference, say: Say | None) -> None:
+def _report(truth: Reference, logger: RankLogger) -> None:
     """Log that the check has passed, with the largest difference."""
-    if say is not None:
-        say(
-            f"exactness check passed: on a short prompt, logits differ from plain transformers by at most "
-            f"{truth.difference:.0e} of their range"
-        )
+    logger.info(
+        f"exactness check passed: on a short prompt, logits differ from plain transformers by at most "
+        f"{truth.difference:.0e} of their range"
+    )
 
 
 def check_plain(loaded: LoadedModel, ids: Sequence[int] = ()) -> Continuation:

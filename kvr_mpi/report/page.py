@@ -243,7 +243,7 @@ def _warnings(run: TracedRun) -> list[str]:
     if run.backwards:
         lines.append(
             f"{run.backwards} transfers arrived before they were sent: the ranks' clocks were not aligned well enough, "
-            f"so the timelines cannot be trusted. kvr doctor checks the clocks."
+            f"so the timelines cannot be trusted."
         )
     if full := sum(trace.is_full for trace in run.traces):
         lines.append(f"The trace of {counted(full, 'rank')} is full and ends early.")

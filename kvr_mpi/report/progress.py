@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, printable
-from kvr_mpi.report.log import Log
+from kvr_mpi.logs import PROGRESS, RankLogger
 from kvr_mpi.store.record import Record
 
 # Minimum time between two lines about prefilled prompts of one rank; finished documents are always logged.
@@ -34,12 +35,12 @@ class Progress:
     deadline_s : float or None
         Unix time at which the batch system ends the job.
     bar : bool
-        Draw a progress bar, with the documents' lines above it; otherwise log only those lines. For jobs of one rank.
+        Draw a progress bar on standard error, with log lines above it. For jobs of one rank.
     """
 
     def __init__(
         self,
-        log: Log,
+        logger: RankLogger,
         documents: int,
         work: int,
         *,
@@ -47,10 +48,11 @@ class Progress:
         bar: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._log, self._documents, self._work = log, documents, work
+        self.logger, self._logger = logger, logger.named(PROGRESS)
+        self._documents, self._work = documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
-        self._told, self._worked = 0.0, 0
+        self._logged_s, self._worked = 0.0, 0
         self._tokens = 0  # computed, of the prompts and answers of this rank's finished documents
         self._bar: rich.progress.Progress | None = None
         if bar:
@@ -95,27 +97,30 @@ class Progress:
             what = f"error: {printable(record.error)}"
         else:
             what = f"{record.prompt_tokens} tokens, {_times_of(record)}"
-        self._tell(f"{done}/{self._documents} {record.id}: {what}", self._times(f", {left}"))
+        level = logging.WARNING if record.status == "error" else logging.INFO
+        self._log(f"{done}/{self._documents} {record.id}: {what}", f", {left}", level, record.id)
         if self._bar is not None:
             half_done = work + max(work, prefilled)
             self._bar.update(self._task, completed=half_done, documents=f"{done}/{self._documents}", left=left)
             self._bar.update(self._task, description=printable(record.id)[:40], pace=self._pace())
         self._worked = work
 
-    def prefilled(self, name: str, tokens: int, seconds: float, prefilled: int = 0, known: int = 0) -> None:
+    def prefilled(
+        self, name: str, tokens: int, seconds: float, prefilled: int = 0, known: int = 0, document: str | None = None
+    ) -> None:
         """Report a prefilled prompt; its answer may take long, since many prompts are decoded together.
 
         `tokens` were computed; the keys and values of `known` tokens before them existed already. `prefilled` is the
-        prefilled work of the whole job, including this prompt.
+        prefilled work of the whole job, including this prompt; `document` the id of its document.
         """
         if self._bar is not None:
             self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))
             return
         now = self._clock()
-        if now - self._told >= LINE_S:
-            self._told = now
+        if now - self._logged_s >= LINE_S:
+            self._logged_s = now
             after = f" after {known} known ones" if known else ""
-            self._tell(f"prefilled {name}: {tokens} tokens{after} in {seconds:.2f} s", self._times())
+            self._log(f"prefilled {name}: {tokens} tokens{after} in {seconds:.2f} s", document=document)
 
     def decoding(self, answers: int, tokens: int, token_s: float, stopping: str = "") -> None:
         """Report answers in progress: at most how many tokens each of them still needs, and the seconds per token.
@@ -123,21 +128,16 @@ class Progress:
         stopping : why no more documents are started; empty while they are.
         """
         what = f"generating {counted(answers, 'answer')}, at most {counted(tokens, 'more token')} each"
-        told = f"{stopping}; " * bool(stopping) + f"{what}: up to {duration_text(tokens * token_s)}"
+        text = f"{stopping}; " * bool(stopping) + f"{what}: up to {duration_text(tokens * token_s)}"
         if self._bar is None or stopping:
-            self._tell(told, self._times())
+            self._log(text)
         else:
-            self._bar.update(self._task, description=told)
+            self._bar.update(self._task, description=text)
 
-    def line(self, text: str) -> None:
-        """Log a line, above the bar if there is one."""
-        self._tell(text, self._times())
-
-    def _tell(self, what: str, times: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(printable(what), markup=False, highlight=False)
-        else:
-            self._log.line(f"{what} | {times}")
+    def _log(self, what: str, left: str = "", level: int = logging.INFO, document: str | None = None) -> None:
+        """Log a line, with times unless the bar shows them."""
+        text = f"{what} | {self._times(left)}" if self._bar is None else printable(what)
+        self._logger.log(level, text, extra={"document": document})
 
     def _left(self, done: int, work: int, prefilled: int) -> str:
         """Describe the time left, or say that it is unknown."""

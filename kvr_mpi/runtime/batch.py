@@ -7,8 +7,10 @@ front of its own list, then from the list with the most work left (``work_queue`
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,16 +28,14 @@ from kvr_mpi.errors import (
     EXIT_STOPPED,
     NOT_NOW,
     OutputError,
-    Say,
     UnavailableError,
     WriteError,
     counted,
-    exit_line,
 )
 from kvr_mpi.job import JobSpec
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.preflight.checks import lay_out
-from kvr_mpi.report.log import Detail, Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.requests.sources import error_record
@@ -50,7 +50,7 @@ from kvr_mpi.runtime.outcome import keep_outcome
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
-from kvr_mpi.runtime.stopping import Stop, listening
+from kvr_mpi.runtime.stopping import Stop, stopped_by_signals
 from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
 from kvr_mpi.runtime.tracing import open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
@@ -78,7 +78,7 @@ LAST_LINES_S = 2.0
 RESPONSES = "responses.jsonl"  # file with the responses to an OpenAI batch file, next to the results
 
 
-def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transport, log: Log) -> int:
+def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transport, logger: RankLogger) -> int:
     """Run a whole job; every rank calls this.
 
     Returns the exit code: 0; 65 if more documents have error records than `output.max_failed` allows; 75 if the job was
@@ -87,18 +87,28 @@ def run_job(spec: JobSpec, options: RunOptions, machine: Machine, world: Transpo
     stop = Stop(machine.deadline_s)
 
     def end_at_once(why: str) -> None:
-        lines = threading.Thread(target=lambda: [*map(log.line, (why, exit_line(EXIT_STOPPED)))], daemon=True)
+        def log_end() -> None:
+            logger.info(why)
+            logger.end(EXIT_STOPPED)
+
+        lines = threading.Thread(target=log_end, daemon=True)
         lines.start()
         lines.join(LAST_LINES_S)  # the log may be a full pipe
         world.abort(EXIT_STOPPED)
         os._exit(EXIT_STOPPED)  # a process without MPI
 
-    with listening(stop, log.root, end_at_once), ExitStack() as held:
-        return _run(spec, options, machine, world, log, stop, held)
+    with stopped_by_signals(stop, logger.root, end_at_once), ExitStack() as held:
+        return _run(spec, options, machine, world, logger, stop, held)
 
 
 def _run(
-    spec: JobSpec, options: RunOptions, machine: Machine, world: Transport, log: Log, stop: Stop, held: ExitStack
+    spec: JobSpec,
+    options: RunOptions,
+    machine: Machine,
+    world: Transport,
+    logger: RankLogger,
+    stop: Stop,
+    held: ExitStack,
 ) -> int:
     folder = Path(spec.output.path)
     topology = together(world, lambda: lay_out(spec, world.size))
@@ -106,10 +116,11 @@ def _run(
     def claim_folder() -> Lock:
         """Take the output folder before the model is loaded: a second job that starts now ends at once."""
         make_writable(folder)
-        return held.enter_context(Lock(folder, machine.owner, log.line))
+        return held.enter_context(Lock(folder, machine.owner, logger))
 
     lock = on_root(world, claim_folder)
-    corpus = index_job(spec, world, log, folder, is_new=options.overwrite)
+    conclude = partial(_conclude, lock, spec, options, stop, logger)
+    corpus = index_job(spec, world, logger, folder, is_new=options.overwrite)
 
     def open_folder(header: Header) -> Opened:
         """Repair the output folder, and compare its records with the documents."""
@@ -121,7 +132,7 @@ def _run(
             lock,
             overwrite=options.overwrite,
             retry_failed=options.retry_failed,
-            say=log.line,
+            logger=logger,
         )
 
     def open_again() -> tuple[Opened, dict[str, Any]] | None:
@@ -133,20 +144,20 @@ def _run(
     opened = on_root(world, open_again)  # only rank 0 lists the folder: listings may differ
     left = share_json(world, None if opened is None else len(opened[0].todo))
     if left == 0:
-        log.root(f"nothing left to do: {counted(len(corpus), _noun(spec))} already done")
-        return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, corpus, 0, stop, log))))
+        logger.root.info(f"nothing left to do: {counted(len(corpus), _noun(spec))} already done")
+        return int(share_json(world, on_root(world, lambda: conclude(corpus, 0))))
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
     links, reason = open_transport(world, spec.parallel.transport, device)
     is_usual = device.type == "cpu" and spec.parallel.transport == "auto"
-    log.root(Detail(reason) if is_usual else reason)
-    log.root(Detail(", ".join(f"{name} {version}" for name, version in software().items())))
+    logger.root.log(logging.DEBUG if is_usual else logging.INFO, reason)
+    logger.root.debug(", ".join(f"{name} {version}" for name, version in software().items()))
     ranks = join_groups(links, world, topology, device)
     chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))
     warm_up(chain, device)  # before free memory is measured, of which NCCL's connections take some
-    prepared = prepare(spec, machine, ranks, chain, log.line)
+    prepared = prepare(spec, machine, ranks, chain, logger)
     if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
-        log.root(
+        logger.root.info(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
     if left is not None:
@@ -161,11 +172,11 @@ def _run(
     what = "questions about documents" if spec.questions else "documents"
     if spec.prompts:
         what = f"documents: {len(corpus) // len(spec.prompts)}, prompts about them"
-    log.root(f"{what}: {len(corpus)}" + (f", {done} of them already done" if done else ""))
+    logger.root.info(f"{what}: {len(corpus)}" + (f", {done} of them already done" if done else ""))
     if spec.output.kv and spec.questions is None:
         about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
-        log.root(about)
-    shares = share_out(prepared, corpus, todo, ranks, log)
+        logger.root.info(about)
+    shares = share_out(prepared, corpus, todo, ranks, logger)
     counters = open_counters(world, FIRST_LIST + shares.slots)
     threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
     has_bar = options.bar and world.rank == 0
@@ -174,8 +185,8 @@ def _run(
             remove_rank_files(folder / STATES, but_of=session)
     group_size = spec.parallel.tensor_parallel
     with (
-        closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, log.line, group_size)) as states,
-        open_trace(prepared, folder, session, ranks, log, states) as trace,
+        closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, logger, group_size)) as states,
+        open_trace(prepared, folder, session, ranks, logger, states) as trace,
         closing(
             ResultWriter(
                 *(folder, world.rank, prepared.header(), session),
@@ -183,7 +194,7 @@ def _run(
                 cost=(cost_so_far := partial(meters.cost, trace.tally, threads, ranks.tells)),
             )
         ) as writer,
-        Progress(log, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
+        Progress(logger, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
     ):
         if world.rank == 0:
             meters.begin_answering()
@@ -191,32 +202,33 @@ def _run(
         stop.join(counters, None if lock is None else lock.check, ranks.peers)
         sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
         context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
-        work_through(prepared, ranks, shares, context, counters, log.line)
+        work_through(prepared, ranks, shares, context, counters, logger)
         world.barrier()
-        seconds, ended_s, left = progress.elapsed_s, log.elapsed_s, len(todo) - counters.read()[Slot.DONE]
+        seconds, left = progress.elapsed_s, len(todo) - counters.read()[Slot.DONE]
+        ended_s = time.monotonic() - options.began_s
         # Rank 0's lane counts for all: the other ranks of each tensor-parallel group did the same work.
         total = sum_up(Tally(**one) for one in gather_json(ranks.lane, asdict(trace.tally)))
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
-            expected = keep_outcome(prepared, links, total, seconds, started_s, machine.cache_dir, log.line)
+            expected = keep_outcome(prepared, links, total, seconds, started_s, machine.cache_dir, logger)
         if left < len(todo):  # otherwise nothing was written
             cost = cost_so_far()
             if world.rank == 0:  # the report divides by the same time as the log
                 cost = replace(cost, answering_s=seconds)
             if expected is not None:
                 cost = replace(cost, expected_s=expected.range_s, took_s=ended_s)
-                log.root(cost.describe_outcome())
+                logger.root.info(cost.describe_outcome())
             writer.end_with(cost)
     world.barrier()
     counters.close()
     for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
-        log.root(line)
-    return int(share_json(world, on_root(world, lambda: _conclude(lock, spec, corpus, left, stop, log))))
+        logger.root.info(line)
+    return int(share_json(world, on_root(world, lambda: conclude(corpus, left))))
 
 
 def work_through(
-    setup: JobSetup, ranks: JobRanks, shares: Shares, context: WorkerContext, counters: Counters, say: Say
+    setup: JobSetup, ranks: JobRanks, shares: Shares, context: WorkerContext, counters: Counters, logger: RankLogger
 ) -> None:
     """Process this rank's part of all rounds; every rank calls this."""
     lane = ranks.lane
@@ -230,7 +242,7 @@ def work_through(
     members = chains if ranks.tp_group is None else [ranks.world.split(color) for color in colors]  # all of its ranks
     for chain in chains:  # the link that closes a chain's ring is not part of any longer chain
         warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
-    choices = choose_modes(setup, lane, shares.rounds, chains, say)
+    choices = choose_modes(setup, lane, shares.rounds, chains, logger)
     first_slot = FIRST_LIST
     for part, chain, everyone, choice in zip(shares.rounds, chains, members, choices, strict=True):
         own = part.topology.chain_of(lane.rank)
@@ -239,7 +251,7 @@ def work_through(
             runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.trace.recorder)
             leader = None
             if everyone.rank == 0:
-                leader = Leader(Planner(runner, say, shares_heads=choice.mode == "head-parallel"), queue, context)
+                leader = Leader(Planner(runner, logger, shares_heads=choice.mode == "head-parallel"), queue, context)
             ChainWorker(runner, leader, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
     context.trace.tell("decoding", counted(context.decoder.running, "answer"))
@@ -249,7 +261,15 @@ def work_through(
     context.trace.tell("waiting", "for the other ranks to end")
 
 
-def _conclude(lock: Lock | None, spec: JobSpec, corpus: Corpus, left: int, stop: Stop, log: Log) -> int:
+def _conclude(
+    lock: Lock | None,
+    spec: JobSpec,
+    options: RunOptions,
+    stop: Stop,
+    logger: RankLogger,
+    corpus: Corpus,
+    left: int,
+) -> int:
     """Merge the results if that is cheap, then print the table and the exit line, with counts from the logs.
 
     The job is done once each of its documents has a record.
@@ -261,22 +281,22 @@ def _conclude(lock: Lock | None, spec: JobSpec, corpus: Corpus, left: int, stop:
         remove_rank_files(folder / STATES)
     if left:
         lock.release()
-        log.line(exit_line(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}"))
+        logger.end(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}")
         return EXIT_STOPPED
     lock.check(anew=True)  # merging replaces files: the folder must still be this job's
     with writing(folder):
-        result = finish_run(folder, lambda: stop.heard or stop.is_over, log.line)
+        result = finish_run(folder, lambda: stop.heard or stop.is_over, logger)
         results = Results.of(survey(folder))  # a share may have no documents
     lock.release()
     if lost := [name for name in corpus.ids() if name not in results]:
         why = "; ".join(f"{file}: {what}" for file, what in results.damaged.items()) or "their records are gone"
-        log.line(exit_line(EXIT_STOPPED, f"{counted(len(lost), _noun(spec))} left, such as {lost[0]!r}: {why}"))
+        logger.end(EXIT_STOPPED, f"{counted(len(lost), _noun(spec))} left, such as {lost[0]!r}: {why}")
         return EXIT_STOPPED
     if spec.documents.format == "openai-batch":
-        write_batch(folder, log)
+        write_batch(folder, logger)
     summary = results.summary()
-    log.line(f"cost: {results.cost.describe(summary.done)}")
-    if log.level != "quiet":
+    logger.info(f"cost: {results.cost.describe(summary.done)}")
+    if options.table:
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
     unread = sum(results.places[name].is_transient for name in corpus.ids())
@@ -288,11 +308,11 @@ def _conclude(lock: Lock | None, spec: JobSpec, corpus: Corpus, left: int, stop:
         meaning += "; to process these again: --resume --retry-failed"
     if unread:  # `output.max_failed` allows bad documents, but these may be good
         meaning += f"; {unread} of them could not be read at the time: --resume is sufficient for these"
-    log.line(exit_line(code, meaning=meaning))
+    logger.end(code, meaning=meaning)
     return code
 
 
-def write_batch(folder: Path, log: Log) -> None:
+def write_batch(folder: Path, logger: RankLogger) -> None:
     """Write the responses to all requests in OpenAI's format, next to the results; raise `WriteError` if that fails."""
     file, results = folder / RESPONSES, open_results(folder, verify=False, partial=True)
     try:
@@ -305,7 +325,7 @@ def write_batch(folder: Path, log: Log) -> None:
             f"{file} cannot be written: {error.strerror or error}; all answers are stored: --resume writes it again, "
             f"and kvr export writes it elsewhere"
         ) from error
-    log.line(f"responses: {file}")
+    logger.info(f"responses: {file}")
 
 
 def _noun(spec: JobSpec) -> str:

@@ -33,7 +33,7 @@ class Decoder:
 
     def __init__(self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group | None = None) -> None:
         self._setup, self._sink, self._stop, self._trace = setup, sink, stop, trace
-        self._batch, self._kernels = setup.open_decode_batch(group, sink.say), setup.kernels
+        self._batch, self._kernels = setup.open_decode_batch(group, sink.logger), setup.kernels
         self._group_size = setup.spec.parallel.tensor_parallel
         self._parts: list[tuple[str, Record]] = []
 
@@ -62,7 +62,7 @@ class Decoder:
                     prefill.retained = size_of(loaded, sequence, str(compression.settings))
             self._trace.tally.prefilled += 1
             if self._setup.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
-                self._sink.report_prefill(prompt.name, prefill, prompt.work)
+                self._sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
         if self._setup.spec.is_spread and sequence is not None and came_through and not is_home and prompt.is_final:
             self._sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)

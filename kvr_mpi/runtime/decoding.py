@@ -14,7 +14,7 @@ from kvr_mpi.decode.group import Group
 from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.token_parallel import TokenGroup
-from kvr_mpi.errors import Say
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.rounds import Round
@@ -27,7 +27,7 @@ CHARS_OF_TOKEN = 4
 
 
 def choose_modes(
-    setup: JobSetup, ranks: Transport, rounds: Sequence[Round], chains: Sequence[Transport], say: Say
+    setup: JobSetup, ranks: Transport, rounds: Sequence[Round], chains: Sequence[Transport], logger: RankLogger
 ) -> list[DecodeChoice]:
     """Choose how the chains of each round decode; every rank calls this and gets the same result."""
     choices = []
@@ -40,12 +40,12 @@ def choose_modes(
         if ranks.rank:
             continue
         if wanted == "auto":
-            say(str(choice))
+            logger.info(str(choice))
         elif wanted == "head-parallel" and choice.mode != wanted:
-            say(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
+            logger.info(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
         if choice.mode == "head-parallel":
             assert isinstance(setup.sharing, HeadSharing)
-            say(f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)})")
+            logger.info(f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)})")
     return choices
 
 

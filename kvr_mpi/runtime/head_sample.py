@@ -14,8 +14,9 @@ import numpy as np
 from kvr_mpi.compress.compression import Compression
 from kvr_mpi.compress.head_profile import Counts, similarities
 from kvr_mpi.documents.prompts import PromptText
-from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, Say, counted
+from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
 from kvr_mpi.job import JobSpec
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import prefill_whole
 from kvr_mpi.runtime.indexing import open_documents, scan_documents
@@ -27,7 +28,7 @@ from kvr_mpi.transport.local import LocalTransport
 
 
 def sample_heads(
-    spec: JobSpec, machine: Machine, documents: int, say: Say
+    spec: JobSpec, machine: Machine, documents: int, logger: RankLogger
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Apply the job's compression method to documents sampled from its corpus.
 
@@ -42,7 +43,7 @@ def sample_heads(
             f"compress.method=ada-snapkv --set compress.budget=512"
         )
     corpus, alone = scan_documents(spec), LocalTransport()
-    setup = prepare(spec, machine, JobRanks(alone, alone), alone, say)
+    setup = prepare(spec, machine, JobRanks(alone, alone), alone, logger)
     compression, loaded = setup.compression, setup.loaded
     assert compression is not None, "the job has [compress]"
     source, counts = open_documents(setup, corpus), dict[str, Counts]()
@@ -59,7 +60,7 @@ def sample_heads(
             left_out.append((document.id, "shorter than the budget"))
             continue
         counts[document.id] = np.mean(of_prompts, axis=0)
-        say(f"{document.id}: {sum(prompt.tokens for prompt in prompts)} tokens")
+        logger.info(f"{document.id}: {sum(prompt.tokens for prompt in prompts)} tokens")
     if not counts:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out[:5])
         raise CorpusError(f"none of {counted(len(left_out), 'document')} is long enough to show what heads keep: {why}")

@@ -29,9 +29,9 @@ from kvr_mpi.documents.index import (
 )
 from kvr_mpi.errors import ConfigError, UnavailableError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.preflight.checks import find_others, name_files
 from kvr_mpi.preflight.inputs import row_format
-from kvr_mpi.report.log import Log
 from kvr_mpi.requests.sources import DocumentSource, TextSource
 from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.setup.job_setup import JobSetup
@@ -39,7 +39,7 @@ from kvr_mpi.store.run import hash_recorded
 from kvr_mpi.transport import Transport, on_root, together
 
 
-def index_job(spec: JobSpec, world: Transport, log: Log, folder: Path, *, is_new: bool) -> Corpus:
+def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path, *, is_new: bool) -> Corpus:
     """Index the documents of a job's part of the corpus, each rank some of them; every rank calls this.
 
     is_new : results in the folder do not count, so that no document has to be compared with them.
@@ -47,11 +47,11 @@ def index_job(spec: JobSpec, world: Transport, log: Log, folder: Path, *, is_new
     Raises as `scan_corpus` and `scan_stored`, on all ranks.
     """
     if spec.questions is not None:
-        return Corpus.from_bytes(world.broadcast(on_root(world, lambda: _list_questions(spec, log)) or b""))
+        return Corpus.from_bytes(world.broadcast(on_root(world, lambda: _list_questions(spec, logger)) or b""))
 
     def begin() -> bytes:
         if others := find_others(spec):
-            log.line(f"{describe_others(others)}: {name_files(others)}")
+            logger.info(f"{describe_others(others)}: {name_files(others)}")
         files = list_files(spec.documents.path)
         rows = with_model(files, row_format(spec))
         empty = index_spans(files, (), rows)[0]
@@ -103,10 +103,10 @@ def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
     return TextSource(corpus, setup.prompt_config, find, setup.spec.prompts)
 
 
-def _list_questions(spec: JobSpec, log: Log) -> bytes:
+def _list_questions(spec: JobSpec, logger: RankLogger) -> bytes:
     corpus, lines = scan_stored(spec)
     for line in lines:
-        log.line(line)
+        logger.info(line)
     return corpus.to_bytes()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import time
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class RunOptions:
     overwrite : delete existing results; otherwise documents that have not changed since are not answered again.
     resume : never delete results, not even if this job began the run with `overwrite`.
     time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the batch job, if it is known.
-    level : quiet: log only warnings, errors and the last line; verbose: also log details for developers.
+    table : print a table of the documents at the end.
     bar : show progress as a bar on the terminal.
     """
 
@@ -21,5 +21,6 @@ class RunOptions:
     resume: bool = False
     retry_failed: bool = False
     time_limit: str | None = None
-    level: Literal["quiet", "normal", "verbose"] = "normal"
+    table: bool = True
     bar: bool = False
+    began_s: float = field(default_factory=time.monotonic)

@@ -6,8 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from kvr_mpi.errors import Say
-from kvr_mpi.report.log import Detail
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.schedule.forecast import forecast_measured
 from kvr_mpi.schedule.history import (
@@ -33,7 +32,7 @@ from kvr_mpi.tuning.measure import measure_costs
 
 
 def keep_outcome(
-    setup: JobSetup, ranks: Transport, done: Tally, seconds: float, start_s: float, cache_dir: Path, say: Say
+    setup: JobSetup, ranks: Transport, done: Tally, seconds: float, start_s: float, cache_dir: Path, logger: RankLogger
 ) -> Expected | None:
     """Save how long a complete job took; every rank calls this.
 
@@ -57,13 +56,13 @@ def keep_outcome(
         try:
             costs = measure_costs(loaded, LocalTransport())
         except Exception as error:  # such as too little memory
-            say(Detail(f"this job is not recorded for later plans, since this rank could not be measured: {error}"))
+            logger.debug(f"this job is not recorded for later plans, since this rank could not be measured: {error}")
     try:
         if ranks.rank == 0 and history is None and costs is not None:
             history = History(fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=costs)
         return None if history is None else _kept(setup, file, history, done, seconds, start_s)
     except (OSError, ValueError) as error:
-        say(f"warning: this job is not recorded for later plans: {error}")
+        logger.warning(f"this job is not recorded for later plans: {error}")
     return None
 
 

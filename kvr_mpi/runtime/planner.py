@@ -9,10 +9,11 @@ from dataclasses import replace
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.decode.placing import HeadSharing
-from kvr_mpi.errors import DocumentError, Say, counted
+from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.kv.pool import PAGE_ROWS
 from kvr_mpi.kv.route import Route
 from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
 from kvr_mpi.prefill.routes import relay, relays
@@ -32,10 +33,10 @@ class Planner:
     shares_heads : the ranks of the chain decode all their prompts together.
     """
 
-    def __init__(self, runner: ChainRunner, say: Say, *, shares_heads: bool = False) -> None:
+    def __init__(self, runner: ChainRunner, logger: RankLogger, *, shares_heads: bool = False) -> None:
         setup, size = runner.setup, runner.chain.size
         self.first_rank, self.size = runner.first_rank, size
-        self._runner, self._setup, self._spec, self._say, self._has_warned = runner, setup, setup.spec, say, False
+        self._runner, self._setup, self._spec, self._logger, self._has_warned = runner, setup, setup.spec, logger, False
         self._ranks = slice(self.first_rank, self.first_rank + size)
         self._free_bytes, self._rates = setup.free_bytes[self._ranks], setup.rates[self._ranks]
         self._efficiency: float | None = None  # of sharing heads
@@ -294,8 +295,8 @@ class Planner:
         """Log once that prompts are outside the range of the table."""
         if not self._has_warned and is_outside(table, tokens, self.size):
             self._has_warned = True
-            self._say(
-                f"warning: the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
+            self._logger.warning(
+                f"the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
                 f"{self.size} ranks is outside this range: slices of such prompts come from the fitted rates of "
                 "the table"
             )

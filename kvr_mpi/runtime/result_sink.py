@@ -29,28 +29,24 @@ class ResultSink:
         self, setup: JobSetup, writer: ResultWriter, counters: Counters, progress: Progress, *, tells: bool = True
     ) -> None:
         self._writer, self._counters, self._progress, self._tells = writer, counters, progress, tells
+        self.logger = progress.logger.only(tells)
         part = setup.loaded.part  # of the model, with this rank's KV heads; None: all
         # Of ranks of a group with the same heads, one stores them.
         self.keeps_kv = bool(setup.spec.output.kv) and (part is None or part.stores)
         self._heads = None if part is None or part.held.is_all else part.held
 
-    def report_prefill(self, name: str, prefill: Prefill, work: int) -> None:
+    def report_prefill(self, name: str, prefill: Prefill, work: int, document: str) -> None:
         """Report a prefilled prompt, and add its work to the shared counter."""
         if not self._tells:
             return
         prefilled = self._counters.add(Slot.PREFILLED, work) + work
         tokens, known = prefill.partition.tokens, prefill.known_tokens
-        self._progress.prefilled(name, tokens - known, prefill.seconds, prefilled, known)
+        self._progress.prefilled(name, tokens - known, prefill.seconds, prefilled, known, document)
 
     def report_decoding(self, answers: int, tokens: int, token_s: float, stopping: str) -> None:
         """Report answers in progress; arguments as for `Progress.decoding`."""
         if self._tells:
             self._progress.decoding(answers, tokens, token_s, stopping)
-
-    def say(self, line: str) -> None:
-        """Log a line about this rank."""
-        if self._tells:
-            self._progress.line(line)
 
     def write_answer(self, record: Record, work: int, prefill: Prefill, prompt: PromptText) -> None:
         """Store an answer, with keys and values if the job stores them, and report it."""
@@ -62,7 +58,7 @@ class ResultSink:
             layers, tokens = _stored_cache(prefill, record, prompt, self._heads)
         if self._tells:
             self._writer.write(record, layers, tokens)
-            self._tell(record, work)
+            self._report(record, work)
         elif tokens is not None:  # the group's first rank stores the answer
             self._writer.write(record, layers, tokens, has_record=False)
 
@@ -85,9 +81,9 @@ class ResultSink:
         if not self._tells:
             return
         self._writer.write(record)
-        self._tell(record, work)
+        self._report(record, work)
 
-    def _tell(self, record: Record, work: int) -> None:
+    def _report(self, record: Record, work: int) -> None:
         done = self._counters.add(Slot.DONE) + 1
         worked = self._counters.add(Slot.WORK, work) + work
         self._progress.document(record, done, worked, self._counters.read()[Slot.PREFILLED])

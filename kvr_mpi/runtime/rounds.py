@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvr_mpi.documents import Corpus
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.preflight.checks import lay_out
-from kvr_mpi.report.log import Log
 from kvr_mpi.schedule.placement import Order, deal
 from kvr_mpi.schedule.plan import count_tokens, describe_schedule, plan_documents
 from kvr_mpi.setup.job_ranks import JobRanks
@@ -69,7 +69,7 @@ class Shares:
         return sum(part.work for part in self.rounds)
 
 
-def share_out(prepared: JobSetup, corpus: Corpus, todo: Numbers, ranks: JobRanks, log: Log) -> Shares:
+def share_out(prepared: JobSetup, corpus: Corpus, todo: Numbers, ranks: JobRanks, logger: RankLogger) -> Shares:
     """Distribute documents over chains: by the plan, or evenly by work over chains of the same length.
 
     Every rank calls this, with the same documents, and gets the same shares; rank 0 makes the plan.
@@ -80,11 +80,11 @@ def share_out(prepared: JobSetup, corpus: Corpus, todo: Numbers, ranks: JobRanks
     if prepared.costs is None or not prepared.spec.planned:
         topology = lay_out(prepared.spec, world.size).by_group
         return Shares([_round(corpus, todo, topology, prepared.spec.documents.order)], unreadable)
-    log.root("plan: counting tokens")
+    logger.root.info("plan: counting tokens")
     numbers = {corpus.id(number): number for number in todo.tolist()}
     mine = (corpus.read(number) for number in todo[world.rank :: world.size].tolist())
     tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
-    plan = share_json(world, on_root(world, lambda: _planned(prepared, numbers, tokens, lanes, log)))
+    plan = share_json(world, on_root(world, lambda: _planned(prepared, numbers, tokens, lanes, logger)))
     rounds = []
     for length, lists, pairs in plan["rounds"]:
         works = np.ones(len(corpus), np.int64)
@@ -109,12 +109,12 @@ def _round(corpus: Corpus, todo: Numbers, topology: Topology, order: Order) -> R
 
 
 def _planned(
-    prepared: JobSetup, numbers: Mapping[str, int], tokens: Mapping[str, int], ranks: int, log: Log
+    prepared: JobSetup, numbers: Mapping[str, int], tokens: Mapping[str, int], ranks: int, logger: RankLogger
 ) -> dict[str, object]:
     """Plan chains of different lengths; `tokens` has the length of each document by id."""
     plan = plan_documents(prepared.spec, [(name, tokens[name]) for name in numbers], ranks, prepared.forecast())
     for line in describe_schedule(plan):
-        log.root(f"plan: {line}")
+        logger.root.info(f"plan: {line}")
     rounds = []
     for length in plan.chain_lengths:
         topology = Topology(ranks, length)

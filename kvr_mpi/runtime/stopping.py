@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from kvr_mpi.errors import Say
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.work_queue import Slot
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.counters import Counters
@@ -93,21 +93,21 @@ class Stop:
 
 
 @contextmanager
-def listening(stop: Stop, tell: Say, end: Say) -> Iterator[None]:
+def stopped_by_signals(stop: Stop, logger: RankLogger, end: Callable[[str], None]) -> Iterator[None]:
     """Request to stop at the first of `STOP_SIGNALS`, and call `end` at the second.
 
-    tell : logs a line at the first signal.
+    logger : told of the first signal.
     end : ends all ranks at once; receives a line with the reason.
 
-    Both are called in a thread, since the signal may interrupt a log call, which is not reentrant.
+    Both are used in a thread, since the signal may interrupt a log call, which is not reentrant.
     """
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if stop.heard:
             call, line = end, f"{name} while stopping: ending at once; finished documents are kept"
         else:
-            call = tell
+            call = logger.info
             line = (
                 f"{name}: starting no more documents, and waiting for the prompts and answers in progress; a second "
                 "signal ends the job at once, and keeps what is finished"
@@ -122,7 +122,7 @@ def listening(stop: Stop, tell: Say, end: Say) -> Iterator[None]:
     before = {}
     try:
         for number in STOP_SIGNALS:
-            before[number] = signal.signal(number, hear)
+            before[number] = signal.signal(number, on_signal)
         yield
     finally:
         for number, handler in before.items():

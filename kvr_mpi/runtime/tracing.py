@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvr_mpi.costs.solve import Rates
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.report.log import Log
 from kvr_mpi.runtime.plan import Plan
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.setup.job_ranks import JobRanks
@@ -108,7 +108,7 @@ class Trace:
 
 @contextmanager
 def open_trace(
-    setup: JobSetup, folder: Path, session: int, ranks: JobRanks, log: Log, states: StateWriter | None = None
+    setup: JobSetup, folder: Path, session: int, ranks: JobRanks, logger: RankLogger, states: StateWriter | None = None
 ) -> Iterator[Trace]:
     """Start the trace of this rank if the job requests one; every rank calls this.
 
@@ -120,7 +120,7 @@ def open_trace(
             world, on_root(world, lambda: TRACE_BYTES - sum(file.stat().st_size for file in trace_files(folder)))
         )
         if left <= 0:
-            log.root(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")
+            logger.root.info(f"no trace: the traces of earlier jobs fill the {TRACE_BYTES >> 20} MiB allowed")
     if left <= 0:
         yield Trace(Recorder(), states=states)
         return
@@ -143,9 +143,9 @@ def open_trace(
     skew = _measure_skew(world, header.host, offset_s)
     offset_s -= skew.ahead_s
     limit = left // world.size
-    writer = TraceWriter(folder, header, recorder, offset_s=offset_s, limit_bytes=limit, say=log.line)
+    writer = TraceWriter(folder, header, recorder, offset_s=offset_s, limit_bytes=limit, logger=logger)
     writer.add_clock(0.0, skew.error_s)
-    log.root(
+    logger.root.info(
         f"recording a trace, up to {left / 2**20:.1f} MiB: open the files in {writer.path.parent} at ui.perfetto.dev, "
         f"or see `kvr report {folder}`"
     )

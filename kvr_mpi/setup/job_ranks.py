@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvr_mpi.errors import Say, counted
+from kvr_mpi.errors import counted
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.topology import Topology, others_after, others_before, place_in_group
@@ -138,12 +139,12 @@ def _look(watch: weakref.ref[_Watch], ended: threading.Event) -> None:
         del it
 
 
-def warn_of_hosts(ranks: JobRanks, say: Say) -> None:
+def warn_of_hosts(ranks: JobRanks, logger: RankLogger) -> None:
     """Warn of tensor-parallel groups on several hosts, whose all-reduces are slow; every rank calls this."""
     across: list[int] = share_json(ranks.world, gather_json(ranks.world, ranks.hosts))
     if max(across) > 1:
-        say(
-            f"warning: {counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
+        logger.warning(
+            f"{counted(sum(hosts > 1 for hosts in across), 'rank')} in tensor-parallel groups on several "
             f"hosts, so all-reduces go over the network: start a multiple of the group's size on each host, numbered "
-            f"block-wise; kvr doctor measures them"
+            f"block-wise"
         )

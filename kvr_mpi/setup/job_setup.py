@@ -19,13 +19,13 @@ from kvr_mpi.decode.repetition import Penalties
 from kvr_mpi.documents.chat import is_dated
 from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, PromptText
-from kvr_mpi.errors import Say
 from kvr_mpi.job import JobSpec
 from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.kv.chain import Retain
 from kvr_mpi.kv.pool import Pool, pages_for
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
@@ -145,7 +145,7 @@ class JobSetup:
         """Return what compression keeps of a prompt; None if all of it."""
         return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
 
-    def open_decode_batch(self, group: Group | None = None, say: Say = lambda line: None) -> DecodeBatch:
+    def open_decode_batch(self, group: Group | None = None, logger: RankLogger = SILENT) -> DecodeBatch:
         """Create the decode batch, for a group of ranks or this rank alone."""
         generation = self.spec.generation
         return DecodeBatch(
@@ -154,7 +154,7 @@ class JobSetup:
             stop=generation.stop,
             max_new_tokens=generation.max_new_tokens,
             group=group or Group(self.loaded, why_alone=self.why_alone),
-            say=say,
+            logger=logger,
             penalties=Penalties(generation.frequency_penalty or 0.0, generation.presence_penalty or 0.0),
             stop_repetition=generation.stop_repetition,
         )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from kvr_mpi.disk import retried
-from kvr_mpi.errors import ModelError, Say, UnavailableError
+from kvr_mpi.errors import ModelError, UnavailableError
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import LoadedModel, ModelSource, choose_device, find_model, is_unconverted, load_model, visible_gpus
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import find_converted
@@ -31,7 +33,7 @@ def load_on_all(
     *,
     adapter: str | None = None,
     kernels: str = "measured",
-    say: Say | None = None,
+    logger: RankLogger = SILENT,
     tp_group: TensorParallelGroup | None = None,
     **arguments: Any,
 ) -> LoadedModel:
@@ -39,7 +41,6 @@ def load_on_all(
 
     adapter : folder of a LoRA adapter, which is merged into the model.
     kernels : kernels for chains, as in a job's `model.kernels`.
-    say : logs a line about the kernels.
     tp_group : the ranks among which the model is divided; each loads its part.
     **arguments : arguments of `load_model`.
     """
@@ -50,15 +51,15 @@ def load_on_all(
     early = host_by_host(world, lambda: load() if _find(path, arguments["cache_dir"], compiles).is_hub else None)
     plain = together(world, lambda: early or load())
     loaded = host_by_host(world, lambda: readable(adapter or path, lambda: merge_adapter(plain, adapter)))
-    if say is not None and loaded.tokenizer is not plain.tokenizer:
-        say("tokenizer and chat template are those in the folder of model.adapter")
+    if loaded.tokenizer is not plain.tokenizer:
+        logger.root.info("tokenizer and chat template are those in the folder of model.adapter")
     keep_heap()
     if kernels != "plain":
         free = free_bytes(loaded.device, ranks_on_device(world, loaded.device))
         with alone(tp_group):  # kernels are measured without sums over the group
-            choose_kernels(loaded, world, free, arguments["cache_dir"], say or silent)
-    if say is not None and world.rank == 0 and (line := describe_slow_dtype(loaded)) is not None:
-        say(line)
+            choose_kernels(loaded, world, free, arguments["cache_dir"], logger.root)
+    if logger.root.isEnabledFor(WARNING) and (line := describe_slow_dtype(loaded)) is not None:
+        logger.root.warning(line)
     return loaded
 
 
@@ -66,7 +67,7 @@ def _find(path: str, cache_dir: Path, compiles: bool) -> ModelSource:
     """Find a model's files; while a GGUF file is converted, which takes one core, compile our kernels."""
     with ThreadPoolExecutor(1) as pool:
         if compiles and is_unconverted(find_model(path), cache_dir):
-            pool.submit(open_attention, cache_dir, silent, compiles=True)
+            pool.submit(open_attention, cache_dir, SILENT, compiles=True)
         return readable(path, lambda: find_converted(path, cache_dir))
 
 
@@ -91,7 +92,3 @@ def gpu_index(world: Transport, name: str = "auto") -> int:
     """Choose this rank's GPU with `gpus_in_turn`; every rank calls this."""
     mine = together(world, lambda: visible_gpus() if name != "cpu" else [])
     return gpus_in_turn(share_json(world, gather_json(world, mine)))[world.rank]
-
-
-def silent(text: str) -> None:
-    """Ignore a log line, on ranks other than 0."""

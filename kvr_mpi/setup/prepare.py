@@ -24,7 +24,7 @@ from kvr_mpi.decode.placing import HeadSharing, open_sharing
 from kvr_mpi.decode.sampling import describe_generation, ends_of, make_generation_config
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
-from kvr_mpi.errors import ConfigError, ModelError, Say, counted
+from kvr_mpi.errors import ConfigError, ModelError, counted
 from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
@@ -33,6 +33,7 @@ from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted, tokenizer_fingerprint
 from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.kernels import kernel_bytes, kernels_of, name_ways
@@ -47,14 +48,13 @@ from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
-from kvr_mpi.report.log import Detail
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.setup.job_ranks import JobRanks, warn_of_hosts
 from kvr_mpi.setup.job_setup import JobSetup, Machine
-from kvr_mpi.setup.loading import load_on_all, readable, silent
+from kvr_mpi.setup.loading import load_on_all, readable
 from kvr_mpi.setup.rates import describe_rates, measured_costs, table_of
 from kvr_mpi.store.log import software
 from kvr_mpi.stored.asking import frame_questions
@@ -73,32 +73,37 @@ POOL_SHARE = 1 / 2
 
 
 def prepare(
-    spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say, *, loaded: LoadedModel | None = None
+    spec: JobSpec,
+    machine: Machine,
+    ranks: JobRanks,
+    chain: Transport,
+    logger: RankLogger,
+    *,
+    loaded: LoadedModel | None = None,
 ) -> JobSetup:
     """Prepare a job's model; every rank calls this. Raises `ConfigError` if the settings do not suit the model.
 
     chain : the ranks that share this chain's prompts, one from each tensor-parallel group.
-    say : logs a line; called only on rank 0 of the job.
     loaded : the job's model, if it is loaded already.
     """
     world = ranks.world
-    say = say if world.rank == 0 else silent
-    loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, say)
+    logger = logger.root
+    loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, logger)
     check_together = partial(_together_alone, world, loaded.tp_group)
-    loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, say))
+    loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
     compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
-    rolling = together(world, partial(_open_rolling, spec, loaded, say))
+    rolling = together(world, partial(_open_rolling, spec, loaded, logger))
     why_alone, in_pages = None if rolling is None else "rolling caches cannot be combined in a row yet", False
     if rolling is None and not spec.is_plain:
-        why_alone, in_pages = check_together(partial(try_rows, spec, loaded, say))
+        why_alone, in_pages = check_together(partial(try_rows, spec, loaded, logger))
     if compression is not None:
-        say(f"keys and values are compressed before answers are decoded ({compression.describe()})")
+        logger.info(f"keys and values are compressed before answers are decoded ({compression.describe()})")
     if (chunk_tokens := spec.chunk_tokens) != "auto":
         longest = frame.max_tokens
         whole = f"; no prompt is longer than {longest} tokens, so slices stay whole" if chunk_tokens >= longest else ""
-        say(f"slices are computed in chunks of {chunk_tokens} tokens{whole}")
+        logger.info(f"slices are computed in chunks of {chunk_tokens} tokens{whole}")
     if why_alone is not None:
-        say(f"documents are decoded one by one: {why_alone}")
+        logger.info(f"documents are decoded one by one: {why_alone}")
     sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_heads(spec) or why_alone))
     check_alike(
         world,
@@ -114,11 +119,11 @@ def prepare(
             "software": str(software()),
         },
     )
-    weights = _hash_weights(spec, machine, world, say)
-    question_frames = together(world, partial(_question_frames, spec, loaded, weights, say))
+    weights = _hash_weights(spec, machine, world, logger)
+    question_frames = together(world, partial(_question_frames, spec, loaded, weights, logger))
     frames = [frame, *question_frames.values(), *([reduce_frame] if spec.prompt.too_long == "split" else [])]
     pool = own_pool(loaded)
-    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, pool, say))
+    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, pool, logger))
     free_bytes = _room(spec, loaded, ranks, sharing)
     longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
     footprint = None
@@ -127,16 +132,16 @@ def prepare(
     if in_pages:  # into which prefixes are copied
         pool = check_together(partial(_make_pool, loaded, sum(longest), footprint, free_bytes[ranks.lane.rank]))
     is_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
-    costs = measured_costs(loaded, world, say) if world.size > 1 and (spec.planned or is_chosen) else None
+    costs = measured_costs(loaded, world, logger) if world.size > 1 and (spec.planned or is_chosen) else None
     rates: list[Rates] = []
     if spec.parallel.partition == EQUAL_TIME and costs is not None:
         rates = costs.rates(ranks.lane.size)
     elif spec.parallel.partition == EQUAL_TIME and chain.size > 1:
-        say("measuring the speed of the ranks, for slices of equal time")
+        logger.info("measuring the speed of the ranks, for slices of equal time")
         rates = measure_rates(loaded, ranks.lane)
     if rates and rolling is None:
         mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
-        say(Detail(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS)))
+        logger.debug(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
     return JobSetup(
         spec=spec,
         loaded=loaded,
@@ -160,8 +165,8 @@ def prepare(
         free_bytes=free_bytes,
         costs=costs,
         rates=rates,
-        table=table_of(spec, loaded, world, ranks.lane, chain, say),
-        beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, say),
+        table=table_of(spec, loaded, world, ranks.lane, chain, logger),
+        beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, logger),
         compression=compression,
         sharing=sharing,
         pool=pool,
@@ -180,7 +185,9 @@ def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work
         return together(world, work)
 
 
-def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, say: Say) -> tuple[LoadedModel, float]:
+def _load(
+    spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, logger: RankLogger
+) -> tuple[LoadedModel, float]:
     """Load the model, or its part in a tensor-parallel group; return it with `JobSetup.once_s`."""
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
@@ -191,19 +198,19 @@ def _load(spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, sa
     torch.set_num_threads(machine.threads or cores_per_rank(machine.cores, world.local_size))
     cores = sorted(os.sched_getaffinity(0))[: machine.cores] if hasattr(os, "sched_getaffinity") else []
     for line in describe_few_cores(gather_json(world, [socket.gethostname(), cores])):
-        say(line)
+        logger.warning(line)
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "kernels"})
     arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir}
     kernels = "plain" if spec.is_plain else source.kernels
     conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
-    say(f"loading {source.path}{conversion or ''}")
+    logger.info(f"loading {source.path}{conversion or ''}")
     began_s = time.perf_counter()
-    loaded = load_on_all(world, source.path, kernels=kernels, say=say, tp_group=ranks.tp_group, **arguments)
+    loaded = load_on_all(world, source.path, kernels=kernels, logger=logger, tp_group=ranks.tp_group, **arguments)
     once_s = time.perf_counter() - began_s if conversion else 0.0
-    say(_describe(spec, loaded, ranks.lane, chain))
+    logger.info(_describe(spec, loaded, ranks.lane, chain))
     if ranks.tp_group is not None:
-        warn_of_hosts(ranks, say)
+        warn_of_hosts(ranks, logger)
     return loaded, once_s
 
 
@@ -214,7 +221,7 @@ def describe_few_cores(ranks: Sequence[tuple[str, Sequence[int]]]) -> list[str]:
         hosts.setdefault(host, []).append(cores)
     crowded = {host: len({core for one in allowed for core in one}) for host, allowed in hosts.items() if all(allowed)}
     return [
-        f"warning: {len(hosts[host])} ranks on {host} may use only {counted(cores, 'core')}, and will wait for each "
+        f"{len(hosts[host])} ranks on {host} may use only {counted(cores, 'core')}, and will wait for each "
         f"other: start fewer, or give them more cores"
         for host, cores in crowded.items()
         if cores < len(hosts[host])
@@ -249,14 +256,16 @@ def _describe(spec: JobSpec, loaded: LoadedModel, lane: Transport, chain: Transp
     )
 
 
-def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
+def _check(
+    spec: JobSpec, loaded: LoadedModel, logger: RankLogger
+) -> tuple[LoadedModel, Frame, Frame, GenerationConfig]:
     """Check that model, strategy, prompt and generation settings are compatible."""
     if spec.is_plain:
         check_plain(loaded)
     else:
-        loaded = check_chain(loaded, say=say)
+        loaded = check_chain(loaded, logger=logger)
         for line in describe_portable(loaded):
-            say(line)
+            logger.info(line)
     check_combinations(spec, kinds_of(loaded))
     if spec.chunk_tokens != "auto":
         check_chunks(loaded)
@@ -271,8 +280,8 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     reduce_frame = replace(reduce_frame, overlap=0)
     generation = make_generation_config(loaded.model, spec.generation.transformers_settings())
     if spec.generation.max_new_tokens:
-        for line in describe_generation(loaded.model, tokenizer, generation):
-            say(line)
+        for level, line in describe_generation(loaded.model, tokenizer, generation):
+            logger.log(level, line)
     if spec.generation.json_schema is not None:
         width = logits_width(loaded.config)
         if len(tokenizer) > width:
@@ -284,7 +293,7 @@ def _check(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[LoadedModel, F
     return loaded, frame, reduce_frame, generation
 
 
-def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say) -> dict[str, Frame]:
+def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, logger: RankLogger) -> dict[str, Frame]:
     """Make the frame of each question, or of each of the job's prompts, by name."""
     if not spec.prompts:
         return frame_questions(spec, loaded, weights)
@@ -293,21 +302,21 @@ def _question_frames(spec: JobSpec, loaded: LoadedModel, weights: str, say: Say)
     for name, frame in frames.items():
         groups.setdefault((frame.head, frame.text), []).append(name)
     if why := why_no_effect(PROMPTS, spec, kinds_of(loaded)):
-        say(f"each document is prefilled {len(frames)} times, once per prompt: {why}")
+        logger.info(f"each document is prefilled {len(frames)} times, once per prompt: {why}")
     elif len(groups) > 1:
         told = "; ".join(", ".join(names) for names in groups.values())
-        say(
+        logger.info(
             f"each document is prefilled {len(groups)} times, for the prompts {told}: they differ before {{text}}, so "
             "nothing after that can be shared. Move the parts that differ behind {text}"
         )
     return frames
 
 
-def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -> str:
+def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, logger: RankLogger) -> str:
     """Hash the weights if keys and values are stored or reused; one rank reads them."""
     if not spec.output.kv and spec.questions is None and spec.documents.reuse is None:
         return ""
-    say("hashing the weights, to identify the model of stored keys and values")
+    logger.info("hashing the weights, to identify the model of stored keys and values")
     options = spec.model.model_dump(include={"trust_remote_code"})
     hashing = partial(hash_weights, spec.model.path, offline=machine.offline, cache_dir=machine.cache_dir, **options)
     found = on_root(world, lambda: readable(spec.model.path, lambda: with_adapter(hashing(), spec.model.adapter)))
@@ -315,7 +324,7 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, say: Say) -
 
 
 def _compute_prefixes(
-    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], pool: Pool, say: Say
+    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], pool: Pool, logger: RankLogger
 ) -> tuple[SequenceKV, ...]:
     """Compute what all prompts of a frame begin with, once for all documents."""
     is_repeated = not spec.is_plain and spec.questions is None and not spec.cache.is_rolling
@@ -323,17 +332,17 @@ def _compute_prefixes(
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:
-        say("computing the common prefix of all prompts")
+        logger.info("computing the common prefix of all prompts")
     return tuple(compute_prefix(loaded, head, pool) for head in sorted(heads, key=len, reverse=True))
 
 
-def _open_rolling(spec: JobSpec, loaded: LoadedModel, say: Say) -> Rolling | None:
+def _open_rolling(spec: JobSpec, loaded: LoadedModel, logger: RankLogger) -> Rolling | None:
     """Make the rolling cache that the job requests, if any; refuse a model that does not support it."""
     rolling = rolling_of(spec.cache.kind, spec.cache.tokens, spec.parallel.chunk_tokens)
     try:
         if rolling is not None:
             prove_rolling(loaded, rolling)
-            say(f"prompts use a {rolling.name}; each rank has its own documents")
+            logger.info(f"prompts use a {rolling.name}; each rank has its own documents")
     except ModelError as error:
         raise ConfigError(f"cache.kind = {spec.cache.kind!r}, cache.tokens = {spec.cache.tokens}: {error}") from error
     return rolling
@@ -389,7 +398,7 @@ def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadShar
     return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 
 
-def try_rows(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[str | None, bool]:
+def try_rows(spec: JobSpec, loaded: LoadedModel, logger: RankLogger) -> tuple[str | None, bool]:
     """Try two documents in one row; return why they cannot run in one, and whether they are decoded from pages.
 
     If pages work, separate memory is not tried. Without pages, each document is read from its own memory, which is as
@@ -402,7 +411,9 @@ def try_rows(spec: JobSpec, loaded: LoadedModel, say: Say) -> tuple[str | None, 
             return None, True
     why_alone = why_not_packed(loaded)
     if why_alone is None and why_no_pages is not None:
-        say(f"documents decoded together use separate memory and a separate attention call each: {why_no_pages}")
+        logger.info(
+            f"documents decoded together use separate memory and a separate attention call each: {why_no_pages}"
+        )
     return why_alone, False
 
 

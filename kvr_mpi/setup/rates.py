@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.errors import Say
 from kvr_mpi.job import JobSpec
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.transport import Transport, together
@@ -22,11 +22,11 @@ SAME_RATES_WITHIN = 1.5  # rates that differ by a larger factor come from anothe
 SLICES_LOSE = 0.05  # slices that take longer than the best ones by this fraction are worth another search
 
 
-def measured_costs(loaded: LoadedModel, world: Transport, say: Say) -> Costs:
+def measured_costs(loaded: LoadedModel, world: Transport, logger: RankLogger) -> Costs:
     """Measure ranks and links."""
-    say("measuring ranks and links for the plan")
+    logger.info("measuring ranks and links for the plan")
     costs = measure_costs(loaded, world)
-    say(
+    logger.info(
         f"measured links: {costs.link_bytes_per_s / 1e9:.2f} GB/s, {costs.link_latency_s * 1e6:.0f} us; decoding: "
         f"{1e3 * costs.step_s:.1f} ms per token"
     )
@@ -43,7 +43,7 @@ def describe_rates(rates: Sequence[Rates], tokens: int) -> str:
 
 
 def table_of(
-    spec: JobSpec, loaded: LoadedModel, world: Transport, lane: Transport, chain: Transport, say: Say
+    spec: JobSpec, loaded: LoadedModel, world: Transport, lane: Transport, chain: Transport, logger: RankLogger
 ) -> Table | None:
     """Find the lookup table; refuse one that does not fit, and warn if it is outdated."""
     parallel = spec.parallel
@@ -51,10 +51,10 @@ def table_of(
         return None
     here, path = table_key(loaded, chain), Path(parallel.table)
     table = together(world, lambda: find_table(path, here))
-    say(f"slices from the table of {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
+    logger.info(f"slices from the table of {table.key.model.name} on {table.key.hardware}, {describe_range(table)}")
     rates = measure_rates(loaded, lane)[lane.rank - chain.rank :][: chain.size]
     if (drift := describe_drift(table, rates)) is not None:
-        say(f"warning: {drift}; search again: kvr search")
+        logger.warning(f"{drift}; search again: kvr search")
     return table
 
 

@@ -41,12 +41,6 @@ Bits = np.ndarray[Any, Any]
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # types of keys and values
 
 
-def hdf5_build() -> str:
-    """Return the versions of h5py and HDF5, and how they were built."""
-    kind = "with MPI" if h5py.get_config().mpi else "serial, which is sufficient"
-    return f"h5py {h5py.version.version}, HDF5 {h5py.version.hdf5_version}, built {kind}"
-
-
 @contextmanager
 def open_hdf5(path: Path) -> Iterator[h5py.File]:
     """Open a file for reading; see `hdf5_errors` for all errors while it is open."""

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Self
 
 from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, WRONG_KIND, create, list_folder, read_regular, unavailable
-from kvr_mpi.errors import OutputError, Say, UnavailableError, printable
+from kvr_mpi.errors import OutputError, UnavailableError, printable
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.plain import Count, UnixTime, read_plain
 
 BEAT_S = 2.0
@@ -93,12 +94,12 @@ def session_of(folder: Path) -> int:
 
 
 def is_alive(
-    folder: Path, watch_s: float = 2.5 * BEAT_S, asking: Owner | None = None, say: Say = lambda line: None
+    folder: Path, watch_s: float = 2.5 * BEAT_S, asking: Owner | None = None, logger: RankLogger = SILENT
 ) -> bool:
     """Return whether a job is running in the folder.
 
     An owner on another machine, or whose process is hidden, is watched for `watch_s` seconds, after a log line by
-    `say`, unless it is an earlier start of the job that is `asking`. Raises as `read_lock` does.
+    `logger`, unless it is an earlier start of the job that is `asking`. Raises as `read_lock` does.
     """
     state = read_lock(folder)
     if state is None or state.released:
@@ -109,7 +110,7 @@ def is_alive(
     if holder is not None and asking is not None and holder.job and holder.job == asking.job:
         if holder.restart < asking.restart:
             return False
-    say(
+    logger.info(
         f"{str(folder)!r} was in use by {_describe(state)}, which has not reported its end: watching it for "
         f"{watch_s:.0f} s"
     )
@@ -129,17 +130,17 @@ class Lock:
     Raises `OutputError` if another job holds the folder; the message names it.
 
     owner : this process.
-    say : receives a log line before another owner is watched.
+    logger : told before another owner is watched.
     """
 
-    def __init__(self, folder: Path, owner: Owner, say: Say = lambda line: None) -> None:
+    def __init__(self, folder: Path, owner: Owner, logger: RankLogger = SILENT) -> None:
         self.owner, self._folder, self._since = owner, folder, time.time()
         self._beats, self._is_lost, self._ended = 0, False, threading.Event()
         before = session_of(folder)
-        if is_alive(folder, WATCH_S, owner, say):
+        if is_alive(folder, WATCH_S, owner, logger):
             raise OutputError(_refusal(folder, read_lock(folder)))
         if (last := read_lock(folder)) is not None and not last.released:
-            say(f"the last job in {str(folder)!r} was killed or crashed ({_describe(last)}): {WHY_KILLED}")
+            logger.info(f"the last job in {str(folder)!r} was killed or crashed ({_describe(last)}): {WHY_KILLED}")
         self.number = max([before, *_numbers(folder, LOG_NAME)]) + 1  # locks may be deleted
         self._handle = self._make()
         for number in _numbers(folder):

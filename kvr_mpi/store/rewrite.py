@@ -19,7 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from kvr_mpi.disk import LEFTOVER_S, VOLUME_NAME, final_name, names_in, remove, remove_parts, sync
-from kvr_mpi.errors import DataError, OutputError, Say, UnavailableError, counted
+from kvr_mpi.errors import DataError, OutputError, UnavailableError, counted
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.store.folder import Place, list_logs, survey
 from kvr_mpi.store.kv import Piece, piece_id
 from kvr_mpi.store.kv_reader import KVReader
@@ -40,11 +41,11 @@ class _StoppedError(Exception):
     """The job ends before the new file is complete."""
 
 
-def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, say: Say = lambda line: None) -> Path:
+def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, logger: RankLogger = SILENT) -> Path:
     """Write ``results.h5`` at the end of a run; it replaces the logs, and the volumes if they are small enough.
 
-    `should_stop` is called before each document; if it returns true, the logs stay as they are. `say` receives a log
-    line with the reason if the file could not be written. Returns the file, or the folder if there is no space, no
+    `should_stop` is called before each document; if it returns true, the logs stay as they are. `logger` is told
+    the reason if the file could not be written. Returns the file, or the folder if there is no space, no
     time, or no document.
     """
     try:
@@ -68,7 +69,7 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, sa
     except _StoppedError:
         return folder
     except OutputError as error:  # every document is in the logs
-        say(f"warning: the results stay in logs, which are complete: {error}; `kvr merge {folder}` merges them later")
+        logger.warning(f"the results stay in logs, which are complete: {error}; `kvr merge {folder}` merges them later")
         return folder
 
 

@@ -40,7 +40,8 @@ from kvr_mpi.disk import (
 from kvr_mpi.documents import Corpus, CorpusPart
 from kvr_mpi.documents.index import hash_id
 from kvr_mpi.documents.questions import parse_answer_id
-from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, Say, UnavailableError, counted
+from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, UnavailableError, counted
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.store.folder import DAMAGED, Place, Survey, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
@@ -75,7 +76,7 @@ def open_run(
     *,
     overwrite: bool = False,
     retry_failed: bool = False,
-    say: Say = lambda line: None,
+    logger: RankLogger = SILENT,
 ) -> Opened:
     """Repair the folder of a run, and compare its records with the documents.
 
@@ -85,7 +86,7 @@ def open_run(
     lock : the folder's, which this process holds. The caller releases it if this function raises.
     overwrite : delete existing results.
     retry_failed : process documents with error records again.
-    say : receives log lines about the folder's contents and repairs.
+    logger : told about the folder's contents and repairs.
 
     Raises `OutputError` if the folder cannot be written, or holds results of another job; the message names the
     difference; `DataError` if a file with the name of a result file was written by another program, or by a newer
@@ -94,19 +95,19 @@ def open_run(
     try:
         others = sorted(name for name in names_in(folder) if name.endswith(".h5") and not is_ours(name))
         if others:
-            say(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
+            logger.info(f"files in {str(folder)!r} that are not from kvr-mpi are left alone: {_some(others)}")
         if overwrite:
             for name in survey(folder).unlisted:
                 _refuse_foreign(folder / name)
             _clear(folder)
         with LogWriter(folder, lock.number, None, header) as log:
-            places = _recover(folder, header, say, log).locate()[0]
+            places = _recover(folder, header, logger, log).locate()[0]
             if places:
                 _check_part(folder, corpus)
             found = _compare(places, corpus, retry_failed=retry_failed)
             for what, names in found.changes.items():
                 if names:
-                    say(f"{folder}: {counted(len(names), 'document')} {what} ({_some(names)})")
+                    logger.info(f"{folder}: {counted(len(names), 'document')} {what} ({_some(names)})")
             if stale := [*found.changes[CHANGED], *found.changes[REPAIRED], *found.changes[PASSING]]:
                 _drop(log, stale)
             _write_run_file(folder, header, corpus, lock.owner.job, found.changes[GONE])
@@ -264,7 +265,7 @@ def is_of_job(folder: Path, job: str) -> bool:
     return job != "" and (stored.job == job if stored is not None else RUN_FILE in names_in(folder))
 
 
-def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
+def _recover(folder: Path, header: Header, logger: RankLogger, log: LogWriter) -> Survey:
     """Repair the folder after a crash, and return a survey of the valid files."""
     found = survey(folder, reads_all=True)
     for source, other in found.headers.items():
@@ -274,9 +275,9 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
     damaged = found.damaged
     for name, why in sorted(damaged.items()):
         kept = _set_aside(folder / name, header)
-        say(f"warning: {folder / name} is damaged: {why}; kept as {kept.name}; its documents are processed again")
+        logger.warning(f"{folder / name} is damaged: {why}; kept as {kept.name}; its documents are processed again")
     for path, why in {piece.path: why for piece, why in found.spoilt.items()}.items():
-        say(f"warning: {path} is damaged: {why}; the documents concerned are processed again")
+        logger.warning(f"{path} is damaged: {why}; the documents concerned are processed again")
     if found.spoilt:
         _drop(log, found.locate()[2])
     if damaged or found.spoilt:
@@ -285,7 +286,7 @@ def _recover(folder: Path, header: Header, say: Say, log: LogWriter) -> Survey:
         _refuse_foreign(folder / name)
         remove(folder / name)
     for name in set(found.missing) - damaged.keys():
-        say(f"warning: {folder / name} is gone: documents that need it are processed again")
+        logger.warning(f"{folder / name} is gone: documents that need it are processed again")
     return found
 
 

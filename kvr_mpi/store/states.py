@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import Field
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular
-from kvr_mpi.errors import Say
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import Count, UnixTime, read_plain
 from kvr_mpi.topology import place_in_group, rank_name
 
@@ -96,10 +96,10 @@ class StateWriter:
         size: int,
         session: int,
         deadline_s: float | None,
-        say: Say,
+        logger: RankLogger,
         tensor_parallel: int = 1,
     ) -> None:
-        self._say, now = say, time.time()
+        self._logger, now = logger, time.time()
         self._state = RankState(
             rank,
             size,
@@ -123,7 +123,7 @@ class StateWriter:
                 raise OSError("a symbolic link, which is not followed")
             self._handle = create(rank_file(states, session, rank))
         except OSError as error:
-            say(f"warning: kvr status will not show this rank: {folder / STATES}: {error.strerror or error}")
+            logger.warning(f"kvr status will not show this rank: {folder / STATES}: {error.strerror or error}")
             return
         self._write()
         self._thread = threading.Thread(target=self._run, daemon=True, name="state")
@@ -165,7 +165,7 @@ class StateWriter:
         except OSError as error:
             if not self._closed.is_set():
                 self._closed.set()
-                self._say(f"warning: kvr status no longer shows this rank: {error.strerror or error}")
+                self._logger.warning(f"kvr status no longer shows this rank: {error.strerror or error}")
 
 
 def read_states(folder: Path, session: int) -> tuple[RankState, ...]:

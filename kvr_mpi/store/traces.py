@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +33,8 @@ import numpy as np
 from pydantic import Field
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular, write_all
-from kvr_mpi.errors import DataError, Say
+from kvr_mpi.errors import DataError
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import Amount, Count, read_plain
 from kvr_mpi.topology import in_lane_of, rank_name
 from kvr_mpi.trace import Recorder, Span, SpanKind
@@ -136,9 +137,16 @@ class TraceWriter:
     """
 
     def __init__(
-        self, folder: Path, header: TraceHeader, recorder: Recorder, *, offset_s: float, limit_bytes: int, say: Say
+        self,
+        folder: Path,
+        header: TraceHeader,
+        recorder: Recorder,
+        *,
+        offset_s: float,
+        limit_bytes: int,
+        logger: RankLogger,
     ) -> None:
-        self._header, self._recorder, self._offset_s, self._say = header, recorder, offset_s, say
+        self._header, self._recorder, self._offset_s, self._logger = header, recorder, offset_s, logger
         self._limit = self._left = limit_bytes
         self._process = header.session * 1_000_000 + header.rank
         self._prompts: dict[int, TracedPrompt] = {}
@@ -218,7 +226,7 @@ class TraceWriter:
 
     def _end(self, why: str) -> None:
         self._recorder.is_on, self._left = False, 0
-        self._say(f"{self.path}: {why}")
+        self._logger.info(f"{self.path}: {why}")
 
     def _as_line(self, span: Span) -> str:
         """Convert a span to an event; peers are ranks of the job."""
@@ -264,7 +272,7 @@ def trace_files(folder: Path) -> list[Path]:
     return [path for _, path in rank_files(folder / TRACES)]
 
 
-def read_traces(folder: Path, skipped: Say | None = None) -> Iterator[RankTrace]:
+def read_traces(folder: Path, skipped: Callable[[str], None] | None = None) -> Iterator[RankTrace]:
     """Read every rank's trace of every job of a run; damaged lines are counted.
 
     A file that cannot be read, is not a trace of a run, or has another version raises `DataError`, or calls `skipped`

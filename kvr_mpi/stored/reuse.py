@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from kvr_mpi.errors import DataError, Say
+from kvr_mpi.errors import DataError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.plain import from_plain
 from kvr_mpi.store.kv import BLOCK_TOKENS
@@ -83,7 +84,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
 
 
 def find_beginnings(
-    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, say: Say
+    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, logger: RankLogger
 ) -> StoredBeginnings | None:
     """List the prefixes of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
@@ -93,11 +94,11 @@ def find_beginnings(
     assert path is not None
     together(world, partial(check_made_by, "documents.reuse", [path], spec, loaded, weights))
     if why := why_no_effect(REUSE, spec, kinds_of(loaded)):
-        say(f"documents.reuse: nothing is reused: {why}")
+        logger.info(f"documents.reuse: nothing is reused: {why}")
         return None
     found = from_plain(StoredBeginnings, share_json(world, on_root(world, lambda: asdict(scan_beginnings(path)))))
     count = len(found.documents)
-    say(f"documents.reuse: prompts start from the longest prefix they share with one of {count} stored prompts")
+    logger.info(f"documents.reuse: prompts start from the longest prefix they share with one of {count} stored prompts")
     if found.passed_over:
-        say(f"documents.reuse: {found.passed_over} stored prompts are compressed, and are not reused")
+        logger.info(f"documents.reuse: {found.passed_over} stored prompts are compressed, and are not reused")
     return found

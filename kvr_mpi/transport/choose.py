@@ -122,7 +122,7 @@ def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool)
                 f"transport 'mpi' would pass GPU memory to MPI, but this MPI does not claim to support that ({said}); "
                 f"use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
             )
-        return "mpi", f"as requested; MPI claims to support GPU memory ({said}), which `kvr doctor` tests"
+        return "mpi", f"as requested; MPI claims to support GPU memory ({said})"
     try:
         _need_nccl(views)
     except TransportError as error:

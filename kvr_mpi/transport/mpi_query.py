@@ -11,10 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 MAPS = Path("/proc/self/maps")
 GPU_KINDS = {"CUDA": 0, "HIP": 2}  # MPIX_GPU_SUPPORT_CUDA and so on of MPICH
@@ -98,14 +95,6 @@ def _ask(library: Any) -> tuple[bool, str] | None:
         return None
     yes = next((name for name in queries if getattr(library, name)() == 1), None)
     return yes is not None, f"{yes or queries[0]} says {'yes' if yes else 'no'}"
-
-
-def swap_in_place(send: torch.Tensor, receive: torch.Tensor, peer: int) -> None:
-    """Exchange two byte tensors with `peer`, passing the tensors' own memory to MPI, GPU memory included."""
-    from mpi4py import MPI
-
-    out, into = (tensor if tensor.is_cuda else tensor.numpy() for tensor in (send, receive))
-    MPI.COMM_WORLD.Sendrecv([out, MPI.BYTE], peer, 0, [into, MPI.BYTE], peer, 0)
 
 
 if __name__ == "__main__":

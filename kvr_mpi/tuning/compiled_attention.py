@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from kvr_mpi.disk import read_regular, replacing
-from kvr_mpi.errors import Say
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.cpu_attention import DTYPES, HALVES, HEADERS, SOURCES, KernelLibrary
 from kvr_mpi.model.narrow_product import BLOCK, NarrowWeights
 from kvr_mpi.tuning.identity import processor_key
@@ -50,7 +50,7 @@ TRIED_HALVES = (*((count, 96) for count in TRIED_ROWS), (23, 401), (397, 33))
 
 def open_attention(
     cache_dir: Path,
-    say: Say,
+    logger: RankLogger,
     *,
     compiles: bool,
     limit_s: float = LIMIT_S,
@@ -64,9 +64,9 @@ def open_attention(
     file = folder / "attention.so"
     if compiles and not file.exists():
         try:
-            _compile(file, say, limit_s)
+            _compile(file, logger, limit_s)
         except OSError as error:
-            say(f"warning: attention is not compiled: {folder} cannot be written ({error.strerror or error})")
+            logger.warning(f"attention is not compiled: {folder} cannot be written ({error.strerror or error})")
     try:
         check_kept(file)
         library = KernelLibrary(file)
@@ -75,33 +75,33 @@ def open_attention(
     except (FileNotFoundError, NotADirectoryError):
         return None  # it was never compiled
     except (OSError, ValueError, AttributeError) as error:
-        say(f"warning: {file} is not used: {str(error).splitlines()[0]}; remove it to compile it again")
+        logger.warning(f"{file} is not used: {str(error).splitlines()[0]}; remove it to compile it again")
         return None
     return library
 
 
-def _compile(file: Path, say: Say, limit_s: float) -> None:
+def _compile(file: Path, logger: RankLogger, limit_s: float) -> None:
     """Compile the kernels into the cache, or log why not; a compiler error is also cached, a timeout is not."""
     compiler = find_compiler()
     if compiler is None:
-        say(f"{NOT_COMPILED}: {NO_COMPILER}")
+        logger.info(f"{NOT_COMPILED}: {NO_COMPILER}")
         return
     note = file.parent / FAILED
     if note.exists():
         why = read_regular(note, MOST_NOTE_BYTES).decode(errors="replace").strip()
-        say(f"{NOT_COMPILED}, since that failed before ({why}); remove {note} to try again")
+        logger.info(f"{NOT_COMPILED}, since that failed before ({why}); remove {note} to try again")
         return
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))
     try:
         if why := _compile_together(compiler, work / file.name, limit_s):
-            say(f"{NOT_COMPILED}: {why}")
+            logger.info(f"{NOT_COMPILED}: {why}")
             with replacing(note) as stream:
                 stream.write(f"{why}\n".encode())
         else:
             keep_made(work / file.name, file)
     except TimeoutError as error:
-        say(f"{NOT_COMPILED}: {error}; the next job tries again")
+        logger.info(f"{NOT_COMPILED}: {error}; the next job tries again")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -23,8 +23,9 @@ import xxhash
 from pydantic import Field, ValidationError
 
 from kvr_mpi.disk import read_regular, replacing
-from kvr_mpi.errors import Say, counted
+from kvr_mpi.errors import counted
 from kvr_mpi.kv.attention import name_attention, why_no_new_flash
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.cpu_attention import DTYPES, HALVES, CpuAttention, KernelLibrary
 from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, fuse_functions, fuse_rows
@@ -33,7 +34,6 @@ from kvr_mpi.model.narrow_product import NARROW, NarrowWeights
 from kvr_mpi.model.norms import fuse_norms
 from kvr_mpi.model.products import LAYOUTS, find_products, give_products, narrow_weights
 from kvr_mpi.plain import Strict
-from kvr_mpi.report.log import Detail
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.candidates import (
     TURNS_ROWS,
@@ -90,12 +90,12 @@ class _Kept(Strict):
         return self.busy_share >= QUIET_SHARE or self.tries >= MOST_TRIES
 
 
-def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, say: Say) -> None:
+def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, logger: RankLogger) -> None:
     """Measure, choose and prepare kernels; every rank calls this. On GPUs nothing is measured."""
     if any(share_json(world, gather_json(world, loaded.device.type != "cpu"))):
-        fuse_on_gpus(loaded, world, say)
+        fuse_on_gpus(loaded, world, logger)
         return
-    attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, say, compiles=world.local_rank == 0))
+    attention = host_by_host(world, lambda: _open_attention(loaded, cache_dir, logger, compiles=world.local_rank == 0))
     with torch.inference_mode():
         room = COPY_SHARE * free_bytes
         narrowed = {} if attention is None else narrow_weights(loaded.model, attention, room)
@@ -110,7 +110,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         is_known = known is not None and known.is_final
         if not is_known:
             again = "" if known is None else "; again, since other programs ran during the last measurement"
-            say(f"choosing CPU kernels: measuring which are fastest (kept for later jobs){again}")
+            logger.info(f"choosing CPU kernels: measuring which are fastest (kept for later jobs){again}")
         alike = [socket.gethostname(), key]  # of all ranks with the same kinds on the same host
         here = [rank for rank, view in enumerate(share_json(world, gather_json(world, alike))) if view == alike]
         half = slice(here.index(world.rank) % 2, None, 2) if len(here) > 1 else slice(None)
@@ -118,23 +118,23 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         views = share_json(world, gather_json(world, mine))
         gains, share = _middle([views[rank][0] for rank in here]), min(views[rank][1] for rank in here)
         for name, way in _wrong_ways(gains):
-            say(f"warning: {name}: {way} is not used: its results differ from those of plain torch")
+            logger.warning(f"{name}: {way} is not used: its results differ from those of plain torch")
         ways = choose_ways(gains, _copy_bytes(loaded.model, narrowed), room)
     chosen = "; ".join(f"{name}: {', '.join(way)}" for name, way in ways.items())
-    say(Detail(f"kernels: {chosen or 'those of torch'}"))
+    logger.debug(f"kernels: {chosen or 'those of torch'}")
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
     del kinds
     if not is_known and world.local_rank == 0:
         tries = 1 if known is None else known.tries + 1
-        _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), say)
+        _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), logger)
     give_products(loaded.model, ways, attention, narrowed)
     if attention is not None:
         fused = fuse_rows(loaded.model, attention.rows)
-        say(Detail(f"in one pass: {', '.join(f'{count} {name}' for name, count in fused.items())}"))
+        logger.debug(f"in one pass: {', '.join(f'{count} {name}' for name, count in fused.items())}")
 
 
-def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
+def fuse_on_gpus(loaded: LoadedModel, world: Transport, logger: RankLogger) -> None:
     """On GPUs, fuse a model's functions and norms, each on all ranks or on none; every rank calls this."""
     fused: dict[torch.nn.Module, FusedForward] = {}
     if loaded.device.type == "cuda":
@@ -149,12 +149,12 @@ def fuse_on_gpus(loaded: LoadedModel, world: Transport, say: Say) -> None:
         if not whys[kernel.function.name]:
             give_kernel(module, kernel)
     for name, why in whys.items():
-        say(Detail(f"{name} are {f'not fused: {why}' if why else 'fused'}"))
+        logger.debug(f"{name} are {f'not fused: {why}' if why else 'fused'}")
     if loaded.device.type == "cuda":
         norms = f"{counted(fuse_norms(loaded.model), 'norm')} in one pass"
-        say(Detail(f"kernels: {norms}; attention: {name_attention(loaded.device)}"))
+        logger.debug(f"kernels: {norms}; attention: {name_attention(loaded.device)}")
         if (why_not := why_no_new_flash(loaded.device, torch.bfloat16)) is not None:
-            say(Detail(f"FlashAttention 3 or 4 is not used: {why_not}"))
+            logger.debug(f"FlashAttention 3 or 4 is not used: {why_not}")
 
 
 def _known_or_measured(known: _Kept | None, kinds: Sequence[Candidates]) -> tuple[Gains, float]:
@@ -176,11 +176,13 @@ def _known_or_measured(known: _Kept | None, kinds: Sequence[Candidates]) -> tupl
     return gains, share
 
 
-def _open_attention(loaded: LoadedModel, cache_dir: Path, say: Say, *, compiles: bool) -> KernelLibrary | None:
+def _open_attention(
+    loaded: LoadedModel, cache_dir: Path, logger: RankLogger, *, compiles: bool
+) -> KernelLibrary | None:
     """Load the compiled kernels if the model's dtype is supported and the model is large enough."""
     if loaded.dtype not in DTYPES or loaded.model.config.get_text_config().hidden_size < LEAST_FEATURES:
         return None
-    return open_attention(cache_dir, say, compiles=compiles)
+    return open_attention(cache_dir, logger, compiles=compiles)
 
 
 def _copy_bytes(model: torch.nn.Module, narrowed: Mapping[torch.nn.Linear, NarrowWeights]) -> dict[str, dict[str, int]]:
@@ -267,7 +269,7 @@ def describe_slow_dtype(loaded: LoadedModel) -> str | None:
         return None
     name, faster = (str(dtype).removeprefix("torch.") for dtype in (loaded.dtype, fastest))
     return (
-        f"warning: {name} is slow on this processor: products of weights take {ratio:.1f} times as long as in "
+        f"{name} is slow on this processor: products of weights take {ratio:.1f} times as long as in "
         f"{faster}. Set model.dtype = '{faster}', which {FASTER_DTYPES[fastest]}, or model.kernels = 'measured' with a "
         "C++ compiler"
     )
@@ -367,7 +369,7 @@ def _read(file: Path, holds_for: str, kinds: Sequence[Candidates]) -> _Kept | No
     return kept if same and whole and kept.holds_for == holds_for and kept.rows == list(ROWS) else None
 
 
-def _keep(file: Path, kept: _Kept, say: Say) -> None:
+def _keep(file: Path, kept: _Kept, logger: RankLogger) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with replacing(file) as stream:
@@ -375,7 +377,7 @@ def _keep(file: Path, kept: _Kept, say: Say) -> None:
     except OSError as error:
         if isinstance(error, FileExistsError) and file.parent.is_dir():
             return  # another host is writing it
-        say(f"warning: kernel measurements are not kept: {file} cannot be written ({error.strerror or error})")
+        logger.warning(f"kernel measurements are not kept: {file} cannot be written ({error.strerror or error})")
 
 
 def is_same(truth: torch.Tensor, found: torch.Tensor) -> bool:

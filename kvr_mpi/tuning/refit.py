@@ -18,7 +18,8 @@ import numpy as np
 from kvr_mpi.costs.costmodel import best_split, chain_seconds, equal_time_lengths
 from kvr_mpi.costs.events import busy_seconds
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.errors import DataError, Say, counted
+from kvr_mpi.errors import DataError, counted
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.measure import Observation, RunSlices
 
@@ -58,9 +59,9 @@ class Refit:
     forecasts_s: dict[Partition, float] = field(default_factory=dict)
     runs: int = 0
 
-    def run(self, split: Partition, predicted_s: float, run: RunSlices, say: Say) -> Observation:
+    def run(self, split: Partition, predicted_s: float, run: RunSlices, logger: RankLogger) -> Observation:
         """Run a split, repeated if it was disturbed, and record it."""
-        seen, runs = steady(split, predicted_s, run, say)
+        seen, runs = steady(split, predicted_s, run, logger)
         self.runs += runs
         self.observations.append(seen)
         self.forecasts_s.setdefault(split, predicted_s)
@@ -71,24 +72,26 @@ class Refit:
         return [seen.ttft_s for seen in self.observations if seen.partition == split]
 
 
-def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, say: Say) -> Refit:
+def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, logger: RankLogger) -> Refit:
     """Find the slices for one length, from an initial estimate of the rates, which need not be accurate."""
     split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
     result = Refit(split, costs)
-    say(f"{tokens} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
+    logger.info(f"{tokens} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
     while len(result.observations) < MAX_RUNS:
-        seen = result.run(split, predicted_s, run, say)
+        seen = result.run(split, predicted_s, run, logger)
         result.costs = fit(costs, result.observations)
         waited = max(seen.wait_s) / seen.ttft_s
-        say(
+        logger.info(
             f"  run {len(result.observations)}: {split} took {seen.ttft_s:.3f} s (predicted {predicted_s:.3f} s, "
             f"{100 * (seen.ttft_s / predicted_s - 1):+.1f} %); busy {_list(seen.busy_s)} s, "
             f"longest wait {100 * waited:.1f} %"
         )
         split, predicted_s = best_split(result.costs, tokens, ranks, quantum=QUANTUM_TOKENS)
         if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
-            say(f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, which was measured already")
+            logger.info(
+                f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, which was measured already"
+            )
             break
     result.best = _choose(result)
     return result
@@ -195,7 +198,7 @@ def _scaled(costs: Costs, factors: Array) -> Costs:
     )
 
 
-def steady(split: Partition, predicted_s: float, run: RunSlices, say: Say) -> tuple[Observation, int]:
+def steady(split: Partition, predicted_s: float, run: RunSlices, logger: RankLogger) -> tuple[Observation, int]:
     """Run a split; repeat invalid or absurd measurements; return the shortest valid one, and the number of runs.
 
     Raises `DataError` if there is none.
@@ -208,13 +211,15 @@ def steady(split: Partition, predicted_s: float, run: RunSlices, say: Say) -> tu
                 return seen, runs
             numbers.append(seen)
         again = "again" if runs < MAX_HICCUPS else "gave up"
-        say(f"  {split} took {seen.ttft_s} s (busy {_list(seen.busy_s)} s), predicted {predicted_s:.3f} s: {again}")
+        logger.info(
+            f"  {split} took {seen.ttft_s} s (busy {_list(seen.busy_s)} s), predicted {predicted_s:.3f} s: {again}"
+        )
     if not numbers:
         raise DataError(
             f"{split}: {MAX_HICCUPS} runs gave no valid times (the last: {seen.ttft_s} s, busy {_list(seen.busy_s)} "
-            f"s); expected positive seconds: check the ranks' clocks with kvr doctor, and search again"
+            f"s); expected positive seconds: check the clocks of the hosts (chrony, ntpd), and search again"
         )
-    say(f"  {split} is consistently slow: using the fastest of {counted(len(numbers), 'run')}")
+    logger.info(f"  {split} is consistently slow: using the fastest of {counted(len(numbers), 'run')}")
     return min(numbers, key=lambda seen: seen.ttft_s), MAX_HICCUPS
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.layer_costs import Costs
-from kvr_mpi.errors import ConfigError, Say, counted
+from kvr_mpi.errors import ConfigError, counted
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import Partition
 from kvr_mpi.tuning.measure import Observation, RunSlices
 from kvr_mpi.tuning.refit import Refit, fit, refit
@@ -27,7 +28,7 @@ def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) 
 
 
 def tabulate(
-    contexts: Sequence[int], costs: Costs, key: TableKey, provenance: Provenance, run: RunSlices, say: Say
+    contexts: Sequence[int], costs: Costs, key: TableKey, provenance: Provenance, run: RunSlices, logger: RankLogger
 ) -> Iterator[Table]:
     """Search all lengths, shortest first; rank 0 calls this within ``measure.leading``.
 
@@ -38,14 +39,14 @@ def tabulate(
     everything: list[Observation] = []
     known = costs
     run(Partition.even(min(contexts), key.ranks))
-    say("one warm-up run")
+    logger.info("one warm-up run")
     for tokens in contexts:
-        found = refit(tokens, known, key.ranks, run, say)
+        found = refit(tokens, known, key.ranks, run, logger)
         everything += found.observations
         known = fit(known, found.observations)
         entry = _entry(found, provenance, noise_of(known, found.observations))
         entries.append(entry)
-        say(f"{tokens} tokens: {describe_entry(entry)}")
+        logger.info(f"{tokens} tokens: {describe_entry(entry)}")
         yield Table(key=key, rates=fit(costs, everything), entries=tuple(entries))
 
 

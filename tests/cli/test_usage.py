@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import subprocess
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ from made_runs import write_run
 
 from kvr_mpi.cli.environment import is_offline, tell_libraries
 from kvr_mpi.cli.files import find_shipped
-from kvr_mpi.cli.launch import importing, quiet_libraries, run_guarded
+from kvr_mpi.cli.launch import importing, run_guarded
+from kvr_mpi.cli.log_lines import quiet_libraries
 from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
-from kvr_mpi.report.log import Log
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport.local import LocalTransport
 
@@ -173,9 +174,10 @@ def test_garbage_is_collected_again_after_imports_also_if_one_fails(monkeypatch:
 
 def test_warnings_of_libraries_reach_the_log_once_and_never_a_closed_one() -> None:
     stream, library = io.StringIO(), logging.getLogger("transformers")
-    quiet_libraries(Log(stream=stream).line)
-    for number in range(3):
-        library.warning("setting %d is ignored", number)
-    assert stream.getvalue().count("warning: transformers: setting") == 1
-    stream.close()  # the command has ended, but the process has not
-    library.warning("another setting is ignored")
+    quiet_libraries()
+    with redirect_stderr(stream):
+        for number in range(3):
+            library.warning("setting %d\nis ignored", number)
+        assert stream.getvalue().count("warning: transformers: setting") == 1 == stream.getvalue().count("\n")
+        stream.close()
+        library.warning("another setting is ignored")

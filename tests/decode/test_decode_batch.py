@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_logs import logger_to
 from models import CONFIGS, prompt
 from rows import alone, batch_of, finish, other_prompt, ready, tokens_of
 from transformers import GenerationConfig
@@ -206,7 +207,7 @@ def test_rows_grow_again_when_memory_was_short_for_a_moment() -> None:
         GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0),
         stop=(),
         max_new_tokens=NEW_TOKENS,
-        say=said.append,
+        logger=logger_to(said),
     )
     for number in range(16):
         batch.add(number, alone(loaded, other_prompt(9), NEW_TOKENS), other_prompt(9), 0)

@@ -68,7 +68,7 @@ def staged_ranks_are_exact(given: Given) -> Figures:
 
 
 def doctor_is_content(given: Given) -> Figures:
-    """Its lines, as they are; GPU memory is handed to MPI in a step of its own."""
+    """Its lines, as they are."""
     told = launch(min(2, rank_count(given)), "kvr", "doctor", timeout_s=45)
     return {f"line {number}": line for number, line in enumerate(told.splitlines(), 1)}
 

@@ -44,7 +44,7 @@ STEPS = (
     Step("synchronisation", "what waits for the GPU within a prefill", "gpu_correctness:nothing_synchronises", 40),
     Step("out of memory", "of one rank of three; the next prompt is right", "gpu_correctness:memory_runs_out", 40),
     Step("staged", "three ranks on one GPU, through pinned host memory", "gpu_ranks:staged_ranks_are_exact", 50),
-    Step("doctor", "kvr doctor, GPU buffers tried", "gpu_ranks:doctor_is_content", 50),
+    Step("doctor", "kvr doctor", "gpu_ranks:doctor_is_content", 50),
     Step("tensor-parallel", "groups of two GPUs, on 2 and 4, against one rank", "gpu_jobs:groups_answer_alike", 70),
     Step("failing sums", "a rank of a group fails between its sums", "gpu_jobs:failures_end_sums", 30),
     Step("asking", "stored keys and values that are asked, on one GPU", "gpu_jobs:stored_is_asked", 60),

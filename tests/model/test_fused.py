@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 from chains import chain, single
+from made_logs import logger_to
 from models import prompt, tiny
 from torch._inductor.compile_fx import compile_fx
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -148,7 +149,7 @@ def test_a_function_is_fused_on_all_ranks_or_on_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "name_attention", lambda device: "flash")
     monkeypatch.setattr(kernels, "why_no_new_flash", lambda device, dtype: None)
     said: list[str] = []
-    run_local(2, lambda rank: kernels.fuse_on_gpus(models[rank.rank], rank, lambda line: said.append(str(line))))
+    run_local(2, lambda rank: kernels.fuse_on_gpus(models[rank.rank], rank, logger_to(said)))
     for loaded in models:
         fused = {name.rpartition(".")[2] for name in kernels_of(loaded.model)}
         assert fused == {"mlp", "norm", "input_layernorm", "post_attention_layernorm"}

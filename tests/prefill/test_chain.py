@@ -10,6 +10,7 @@ import torch
 from chains import NEW_TOKENS, chain, single
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_logs import logger_to
 from models import CONFIGS, SINGLE_ONLY, STATES, WHOLE, prompt, random_model, tiny
 
 from benchmarks.tiny import shrink
@@ -88,7 +89,7 @@ def test_slices_of_another_prompt_are_refused(tokens: int) -> None:
 @pytest.mark.parametrize("name", [*CONFIGS, *STATES, *WHOLE])
 def test_self_check_finds_which_models_attend_in_parts(name: str) -> None:
     said: list[str] = []
-    in_parts = check_chain(replace(tiny(name), attends_in_parts=True), say=said.append).attends_in_parts
+    in_parts = check_chain(replace(tiny(name), attends_in_parts=True), logger=logger_to(said)).attends_in_parts
     assert in_parts == (name not in WHOLE) == (not any("cannot be computed in parts" in line for line in said))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from made_logs import logger_to
 from models import COMMON, CONFIGS, STATES, random_model, tiny
 
 from kvr_mpi.kv import chain as layer_module
@@ -65,7 +66,7 @@ def test_mutants_are_found_in_every_dtype(
     loaded, said = random_model(config, dtype), list[str]()
     mutate(monkeypatch)
     try:
-        assert not check_chain(loaded, said.append).attends_in_parts
+        assert not check_chain(loaded, logger_to(said)).attends_in_parts
     except Exception as error:
         said.append(str(error))
     assert "differ from those of plain transformers" in said[0]
@@ -73,7 +74,7 @@ def test_mutants_are_found_in_every_dtype(
 
 def test_the_largest_difference_is_logged() -> None:
     said = list[str]()
-    check_chain(tiny("llama-gqa"), said.append)
+    check_chain(tiny("llama-gqa"), logger_to(said))
     (line,) = said
     assert line.startswith("exactness check passed")
     (difference,) = map(float, re.findall(r"\d+e-\d+", line))

@@ -1,6 +1,6 @@
-"""``kvr doctor``, but rank 1 is lost: HOW (hangs, killed) in the step WHERE; the ranks wait PATIENCE_S for it.
+"""``kvr doctor``, but rank 1 is lost: HOW (hangs, killed) in the step 'links'; the ranks wait PATIENCE_S for it.
 
-Starts itself, with HOW and WHERE and two more arguments, as the program that examines.
+Starts itself, with HOW and two more arguments, as the program that examines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvr_mpi.plain import from_plain
 from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.mpi import launched_rank
 
-how, where = sys.argv[1:3]
+how = sys.argv[1]
 
 
 def lose_this_rank(*_: object) -> None:
@@ -26,14 +26,14 @@ def lose_this_rank(*_: object) -> None:
     threading.Event().wait()
 
 
-if len(sys.argv) == 5:
+if len(sys.argv) == 4:
     from kvr_mpi.doctor import links, steps
 
     if launched_rank(os.environ) == 1:
-        setattr(links, {"links": "measure_chain", "clocks": "measure_clocks"}[where], lose_this_rank)
-    steps.main(from_plain(DoctorOptions, json.loads(sys.argv[3])), None, os.environ)
+        links.measure_chain = lose_this_rank
+    steps.main(from_plain(DoctorOptions, json.loads(sys.argv[2])), None, os.environ)
 else:
-    patience_s = float(sys.argv[3])
+    patience_s = float(sys.argv[2])
     effort = Effort(rounds=5, max_bytes=1 << 16)
     sys.exit(
         diagnose(
@@ -41,6 +41,6 @@ else:
             os.environ,
             lambda findings: print(json.dumps(to_json(findings)), flush=True),
             20 * patience_s,
-            [sys.executable, __file__, how, where],
+            [sys.executable, __file__, how],
         )
     )

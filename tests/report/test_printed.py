@@ -7,7 +7,7 @@ import re
 import shlex
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.plots import log_ticks, token_ticks
+from kvr_mpi.cli.log_lines import show_log
 from kvr_mpi.duration import duration_text
-from kvr_mpi.report.log import Log
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.style import bytes_text, even_token_ticks, nice_ticks, percent_text, plain_number, tokens_text
 from kvr_mpi.report.table import MAX_ROWS, print_summary, reason_lines
@@ -53,7 +54,11 @@ class Clock:
 def lines_of(documents: int, work: int, report: Callable[[Progress, Clock], None], **options: float) -> list[str]:
     """What a job of so many documents and so much work logs."""
     stream, clock = io.StringIO(), Clock()
-    with Progress(Log(stream=stream), documents, work, clock=clock, **options) as progress:  # type: ignore[arg-type]
+    show_log()
+    with (
+        redirect_stderr(stream),
+        Progress(RankLogger(), documents, work, clock=clock, **options) as progress,  # type: ignore[arg-type]
+    ):
         report(progress, clock)
     return stream.getvalue().splitlines(keepends=True)
 
@@ -146,7 +151,8 @@ def test_a_bar_draws_any_name_and_tells_errors(
     monkeypatch.setenv("COLUMNS", "120")
     clock = Clock()
     options = {"bar": True, "deadline_s": START_S + 100, "clock": clock}
-    with Progress(Log(stream=io.StringIO()), 2, 1000, **options) as bar:  # type: ignore[arg-type]
+    show_log()
+    with Progress(RankLogger(), 2, 1000, **options) as bar:  # type: ignore[arg-type]
         clock.now += 10
         bar.prefilled(name, 900, 1.5, 500)
         bar.document(Record(name, "error", error="the file is [/not] UTF-8", computed_tokens=200), 1, 10)
@@ -164,7 +170,9 @@ def test_a_bar_draws_any_name_and_tells_errors(
 @given(text=TEXT, rank=st.integers(0, 3))
 def test_every_line_is_whole_and_prefixed(text: str, rank: int) -> None:
     stream = io.StringIO(newline="")
-    Log(rank, stream=stream).line(text)
+    show_log()
+    with redirect_stderr(stream):
+        RankLogger(rank).info(text)
     who = rf" rank {rank} {re.escape(socket.gethostname())}" if rank else ""
     prefix = re.compile(STAMP + who + r"\] ")
     written = stream.getvalue()

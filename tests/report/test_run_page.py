@@ -20,6 +20,7 @@ from made_runs import STAMP, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
+from kvr_mpi.logs import SILENT
 from kvr_mpi.report.charts import Chart, draw_first_token, draw_memory, draw_progress, draw_speedup
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers, page_of
 from kvr_mpi.report.timeline import TracedRun, read_timelines
@@ -82,7 +83,7 @@ def record_run(folder: Path, documents: Sequence[str], ahead_s: float = 0.0) -> 
     for rank in range(2):
         recorder = Recorder(is_on=True)
         header = TraceHeader(rank, 2, 1, "here", "cpu", 1, token_s=1e-3, pair_s=1e-7)
-        writer = TraceWriter(folder, header, recorder, offset_s=1000.0, limit_bytes=1 << 20, say=print)
+        writer = TraceWriter(folder, header, recorder, offset_s=1000.0, limit_bytes=1 << 20, logger=SILENT)
         writer.add_clock(ahead_s * rank, 1e-4)
         for number, name in enumerate(documents):
             bounds = ((0, 600), (600, 900))[rank]

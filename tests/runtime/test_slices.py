@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from made_jobs import Ran, load
+from made_logs import logger_to
 from made_tables import a_table
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
@@ -16,6 +17,7 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, PartitionError
 from kvr_mpi.job.spec import DecodeSection
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
@@ -56,10 +58,10 @@ def chain_of(size: int, **setup: Any) -> Any:
 
 
 def cut_over(
-    size: int, rates: Sequence[Rates], table: Table | None = None, say: Any = print
+    size: int, rates: Sequence[Rates], table: Table | None = None, logger: RankLogger = SILENT
 ) -> Callable[[int, int, int], Partition]:
     """How a chain of so many ranks cuts: takes new tokens, the rank that decodes, and known tokens."""
-    planner = Planner(chain_of(size, rates=list(rates), table=table), say)
+    planner = Planner(chain_of(size, rates=list(rates), table=table), logger)
     return lambda tokens, decode_rank, known: planner.cut(known + tokens, known, decode_rank)
 
 
@@ -81,7 +83,7 @@ def test_a_slow_rank_has_a_short_slice_wherever_its_place_is() -> None:
 
 def test_a_table_cuts_and_a_prompt_outside_of_it_is_warned_about_once() -> None:
     said: list[str] = []
-    cut = cut_over(2, [], a_table(), said.append)
+    cut = cut_over(2, [], a_table(), logger_to(said))
     assert cut(2048, 1, 0) == a_table().entries[1].partition and not said
     for tokens in (5000, 6000, 100):
         assert cut(tokens, 1, 0).tokens == tokens

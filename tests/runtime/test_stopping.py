@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 import pytest
+from made_logs import logger_to
 
+from kvr_mpi.cli.log_lines import show_log
 from kvr_mpi.duration import duration_text, parse_duration
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.report.log import Log
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.leader import Pace
-from kvr_mpi.runtime.stopping import LAST_S, MARGIN, WRITE_S, Stop, listening
+from kvr_mpi.runtime.stopping import LAST_S, MARGIN, WRITE_S, Stop, stopped_by_signals
 
 
 def test_what_would_not_end_is_not_begun() -> None:
@@ -32,27 +35,34 @@ def test_what_would_not_end_is_not_begun() -> None:
     assert Stop(now + LAST_S - 1, clock=lambda: now).is_over
 
 
+def wait_for(holds: Callable[[], object]) -> None:
+    while not holds():
+        time.sleep(0.01)
+
+
 def test_the_first_signal_stops_and_the_second_ends() -> None:
-    stop, told, ended = Stop(), SimpleQueue[str](), SimpleQueue[str]()
+    stop, told, ended = Stop(), list[str](), SimpleQueue[str]()
     before = signal.getsignal(signal.SIGUSR2)
-    with listening(stop, told.put, ended.put):
+    with stopped_by_signals(stop, logger_to(told), ended.put):
         os.kill(os.getpid(), signal.SIGUSR2)
         assert stop.heard and stop.reason == "stopped by SIGUSR2" and ended.empty()
-        assert told.get(timeout=60).startswith("SIGUSR2: ")
+        wait_for(lambda: told and told[0].startswith("SIGUSR2: "))
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended.get(timeout=60).startswith("SIGTERM while stopping: ")
     assert signal.getsignal(signal.SIGUSR2) is before
     stop = Stop(clock=lambda: 0.0)
     stop.ask("the time limit is near")
-    with listening(stop, told.put, ended.put):
+    with stopped_by_signals(stop, logger_to(told), ended.put):
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert told.get(timeout=60)
+        wait_for(lambda: len(told) == 2)
     assert stop.heard and ended.empty(), "a signal ends nothing that only a deadline stopped"
 
 
-def test_signals_may_come_while_a_line_is_written_to_a_full_pipe() -> None:
+def test_signals_may_come_while_a_line_is_written_to_a_full_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
-    stop, told, ended = Stop(), SimpleQueue[str](), SimpleQueue[str]()
+    ended = SimpleQueue[str]()
+    logger = RankLogger()
+    show_log()
 
     def kill_twice() -> None:
         for _ in range(2):
@@ -64,16 +74,12 @@ def test_signals_may_come_while_a_line_is_written_to_a_full_pipe() -> None:
 
     killer = threading.Thread(target=kill_twice)
     with os.fdopen(writing, "w", buffering=1) as stream:
-        log = Log(stream=stream)
-
-        def writes_to(queue: SimpleQueue[str]) -> Callable[[str], None]:
-            return lambda why: (log.line(why), queue.put(why))[1]
-
-        with listening(stop, writes_to(told), writes_to(ended)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with stopped_by_signals(Stop(), logger, lambda why: (logger.info(why), ended.put(why))[1]):
             killer.start()
-            log.line("x" * (1 << 20))
-            # Each message has a thread of its own, and both have to be written before the stream is closed.
-            assert told.get(timeout=60) and ended.get(timeout=60)
+            logger.info("x" * (1 << 20))
+            assert ended.get(timeout=60)
+        monkeypatch.undo()
     killer.join()
     os.close(reading)
 

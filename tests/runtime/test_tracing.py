@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_logs import logger_to
 
 from kvr_mpi.plain import read_plain
 from kvr_mpi.report.page import page_of
@@ -93,7 +94,7 @@ def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(run_job: Any) ->
 def write_spans(folder: Path, count: int, limit_bytes: int = 1 << 20) -> list[str]:
     said: list[str] = []
     recorder = Recorder(is_on=True)
-    writer = TraceWriter(folder, HEADER, recorder, offset_s=1000.0, limit_bytes=limit_bytes, say=said.append)
+    writer = TraceWriter(folder, HEADER, recorder, offset_s=1000.0, limit_bytes=limit_bytes, logger=logger_to(said))
     for number in range(count):
         recorder.add(Span("wait", number, number + 0.5, 0, 1, 0))
     writer.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_logs import logger_to
 from models import tiny
 
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool
@@ -57,5 +58,5 @@ def test_pages_are_for_packed_documents_on_gpus(
 
     monkeypatch.setattr(prepare, "why_not_packed", fail)
     loaded, spec = replace(tiny("llama-gqa"), device=torch.device(device)), SimpleNamespace(is_spread=is_spread)
-    assert (*try_rows(spec, loaded, said.append), tried) == found  # type: ignore[arg-type]
+    assert (*try_rows(spec, loaded, logger_to(said)), tried) == found  # type: ignore[arg-type]
     assert ["pages fail" in line for line in said] == [True] * (fails == "pages" and tried[0] == "pages")

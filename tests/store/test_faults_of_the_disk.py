@@ -13,6 +13,7 @@ import h5py
 import pytest
 import torch
 from made_faults import failing, system_error
+from made_logs import logger_to
 from made_runs import HEADER, NAMES, corpus_of, new_writer, record, result_files, resume, take, write
 
 from kvr_mpi import disk
@@ -159,7 +160,7 @@ def test_a_failed_write_leaves_logs_and_volumes(
     before, said = digests(tmp_path), list[str]()
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", next(disturbed(kind, at)))
-        finish_run(tmp_path, say=said.append)
+        finish_run(tmp_path, logger=logger_to(said))
     if kind == "unnoticed" and (tmp_path / "results.h5").exists():  # what was lost was written again later
         assert at < 60
     else:

@@ -18,6 +18,7 @@ import torch
 from constants import TESTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_logs import logger_to
 from made_runs import HEADER, new_writer, record, result_files, write
 
 from kvr_mpi.store.folder import survey
@@ -131,8 +132,8 @@ def test_a_merge_at_the_end_of_a_run_that_has_no_room_or_no_time_leaves_its_logs
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     said, asked = list[str](), itertools.count()
     with largest_file(40_000):
-        assert finish_run(tmp_path, say=said.append) == tmp_path
-    assert finish_run(tmp_path, lambda: next(asked) > 3, said.append) == tmp_path
+        assert finish_run(tmp_path, logger=logger_to(said)) == tmp_path
+    assert finish_run(tmp_path, lambda: next(asked) > 3, logger_to(said)) == tmp_path
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert len(said) == 1 and os.strerror(errno.EFBIG) in said[0] and len(said[0].splitlines()) == 1
     assert f"kvr merge {tmp_path}" in said[0]
@@ -144,7 +145,7 @@ def test_a_merge_without_room_for_keys_and_values_is_no_damage(tmp_path: Path) -
     writer.write(record("a"), [(layer, layer)])
     writer.close()
     with largest_file(40_000):
-        assert finish_run(tmp_path, say=said.append) == tmp_path
+        assert finish_run(tmp_path, logger=logger_to(said)) == tmp_path
     assert len(said) == 1 and os.strerror(errno.EFBIG) in said[0]
     assert finish_run(tmp_path) == tmp_path / RESULTS and bits(tmp_path)["a", 0][0] == layer.numpy().tobytes()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_logs import logger_to
 
 import kvr_mpi.store.lock as lock_module
 from kvr_mpi.errors import EXIT_CONFIG, EXIT_STOPPED, KvrError, OutputError
@@ -94,11 +95,11 @@ def test_a_killed_owner_on_this_machine_is_known_at_once(tmp_path: Path) -> None
     state = read_lock(tmp_path)
     assert state is not None and state.owner is not None and not state.released
     said: list[str] = []
-    Lock(tmp_path, this_process(), said.append).release()
+    Lock(tmp_path, this_process(), logger_to(said)).release()
     me = this_process()  # and another process with the same number is not the owner
     plant(tmp_path, replace(me, started=me.started - 1), number=3)
     assert not is_alive(tmp_path)
-    Lock(tmp_path, me, said.append).release()
+    Lock(tmp_path, me, logger_to(said)).release()
     assert len(said) == 2 and all("killed" in line for line in said), "nobody is watched"
 
 
@@ -108,7 +109,7 @@ def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path, monkeypatch
     with beating(path):
         assert is_alive(tmp_path, 60.0)
         with pytest.raises(OutputError, match="in use by process 4242 on node17, job 1234"):
-            Lock(tmp_path, this_process(), said.append)
+            Lock(tmp_path, this_process(), logger_to(said))
     assert len(said) == 1 and "watching it for" in said[0]
 
 
@@ -117,7 +118,7 @@ def test_a_restarted_job_takes_over_from_itself(tmp_path: Path, restart: int, at
     plant(tmp_path, ELSEWHERE)
     said: list[str] = []
     began = time.monotonic()
-    lock = Lock(tmp_path, this_process("1234", restart), said.append)
+    lock = Lock(tmp_path, this_process("1234", restart), logger_to(said))
     assert any("watching" in line for line in said) != at_once and lock.number == 2
     assert at_once or time.monotonic() - began >= 0.6, "else it is watched, and dead if it stands still"
     lock.release()
@@ -212,9 +213,9 @@ def test_a_hidden_owner_counts_as_alive_while_its_lock_changes(tmp_path: Path, m
     with beating(path):
         monkeypatch.setattr(lock_module, "WATCH_S", 60.0)  # until the first beat
         with pytest.raises(OutputError, match="in use by process"):
-            Lock(tmp_path, this_process(), said.append)
+            Lock(tmp_path, this_process(), logger_to(said))
     monkeypatch.setattr(lock_module, "WATCH_S", 0.6)
-    Lock(tmp_path, this_process(), said.append).release()
+    Lock(tmp_path, this_process(), logger_to(said)).release()
     assert sum("watching it for" in line for line in said) == 2
 
 
@@ -224,7 +225,7 @@ def test_a_process_that_does_not_exist_is_not_hidden(tmp_path: Path) -> None:
     ended.wait()
     plant(tmp_path, replace(this_process(), pid=ended.pid, started=1))
     said: list[str] = []
-    Lock(tmp_path, this_process(), said.append).release()
+    Lock(tmp_path, this_process(), logger_to(said)).release()
     assert not any("watching" in line for line in said)
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from made_logs import logger_to
 from made_runs import take
 
 from kvr_mpi.cli import group
 from kvr_mpi.disk import remove_rank_files
+from kvr_mpi.logs import SILENT
 from kvr_mpi.store.states import STATE_BYTES, RankState, StateWriter, read_states, silent_ranks
 from kvr_mpi.store.status import read_status
 
@@ -25,7 +27,7 @@ STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", 1100.0, None, 5.0, 1100
 @contextmanager
 def writers(folder: Path, count: int, **more: Any) -> Iterator[list[StateWriter]]:
     """Write the states of so many ranks."""
-    given = {"session": 1, "deadline_s": None, "say": print, **more}
+    given = {"session": 1, "deadline_s": None, "logger": SILENT, **more}
     with ExitStack() as stack:
         found = [StateWriter(folder, rank, count, **given) for rank in range(count)]
         for writer in found:
@@ -110,13 +112,13 @@ def test_what_is_no_state_is_left_out(tmp_path: Path, change: dict[str, Any] | s
 def test_a_job_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "states").write_text("somebody's own")
-    with writers(tmp_path, 1, say=said.append) as (writer,):
+    with writers(tmp_path, 1, logger=logger_to(said)) as (writer,):
         writer.tell("prefilling", "a")
     assert len(said) == 1 and "kvr status" in said[0] and (tmp_path / "states").read_text() == "somebody's own"
     (tmp_path / "states").unlink()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "states").symlink_to("elsewhere")
-    with writers(tmp_path, 1, say=said.append):
+    with writers(tmp_path, 1, logger=logger_to(said)):
         assert not list((tmp_path / "elsewhere").iterdir())
     assert len(said) == 2
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from made_logs import logger_to
 
 from kvr_mpi.model.cpu_attention import KernelLibrary
 from kvr_mpi.tuning import compiled_attention
@@ -21,7 +22,7 @@ def try_to_open(
     cache: Path, limit_s: float = compiled_attention.LIMIT_S, *, compiles: bool = True
 ) -> tuple[KernelLibrary | None, list[str]]:
     said: list[str] = []
-    return open_attention(cache, said.append, compiles=compiles, limit_s=limit_s), said
+    return open_attention(cache, logger_to(said), compiles=compiles, limit_s=limit_s), said
 
 
 def library_in(cache: Path) -> Path:

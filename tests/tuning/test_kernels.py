@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from chains import chain, single
+from made_logs import logger_to
 from models import prompt, tiny
 
 from kvr_mpi.model.cpu_attention import KernelLibrary
@@ -21,7 +22,6 @@ from kvr_mpi.model.narrow_product import NARROW
 from kvr_mpi.model.products import MULTIPLY, PANELS, PREPACKED, WIDENED, Product, find_products, give_products
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.report.log import Detail
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning import kernels
 from kvr_mpi.tuning.candidates import product_candidates
@@ -58,16 +58,11 @@ def gains(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def usual(said: list[str]) -> list[str]:
-    """Leave out what only ``--verbose`` shows."""
-    return [line for line in said if not isinstance(line, Detail)]
-
-
 def choose(loaded: Any, cache_dir: Path, free: int = ROOM) -> list[str]:
     said: list[str] = []
     forget_kernels(loaded.model)
-    choose_kernels(loaded, LocalTransport(), free, cache_dir, said.append)
-    return usual(said)
+    choose_kernels(loaded, LocalTransport(), free, cache_dir, logger_to(said))
+    return said
 
 
 # Copies, and copies in fewer bits, which are for few rows.
@@ -245,8 +240,8 @@ def test_ranks_of_a_host_take_the_same_ways(
     # Each rank another.
     monkeypatch.setattr(kernels, "measure_gains", lambda kinds: measured(kinds, next(halves[kinds[0].name])))
     said: list[str] = []
-    run_local(5, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
-    assert len(set(usual(said))) == 1
+    run_local(5, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, logger_to(said)), torch.device("cpu"))
+    assert len(set(said)) == 1
     assert chosen[0] and chosen == [chosen[0]] * 5 and all(PREPACKED in ways for ways in chosen[0].values())
     file, kept = kept_in(tmp_path)
     assert all_gains(kept) == {1.2}
@@ -254,7 +249,7 @@ def test_ranks_of_a_host_take_the_same_ways(
     file.write_text(loud(kept, 1e9))
     read, seen = kernels._read, iter((True, False))
     monkeypatch.setattr(kernels, "_read", lambda *where: read(*where) if next(seen) else None)
-    run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, said.append), torch.device("cpu"))
+    run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, logger_to(said)), torch.device("cpu"))
     assert len(chosen) == 7 and chosen[-1] == chosen[-2]
 
 
@@ -282,13 +277,13 @@ def test_a_model_in_16_bits_widens_its_weights_where_that_is_fastest(
 
     with monkeypatch.context() as patched:
         patched.setattr(kernels, "measure_gains", measure)
-        choose_kernels(found, LocalTransport(), ROOM, tmp_path, said.append)
+        choose_kernels(found, LocalTransport(), ROOM, tmp_path, logger_to(said))
     assert kernel_bytes(found.model) == 0 and WIDENED in name_ways(found.model)
     logits = chain(found, ids, (0, 31, 60)).logits
     assert truth is not None and error_share(logits, truth) <= allowed_error(torch.bfloat16)
     shutil.rmtree(tmp_path)
     monkeypatch.setattr(kernels, "MOST_CALL_S", float("inf"))
-    choose_kernels(found, LocalTransport(), ROOM, tmp_path, said.append)
+    choose_kernels(found, LocalTransport(), ROOM, tmp_path, logger_to(said))
     assert not any("not used" in line for line in said), "measured for real, it gives the right results"
 
 
