@@ -159,6 +159,8 @@ def _pack(records: Sequence[Record], chars: int) -> str:
         "tokens": [one.prompt_tokens for one in records],
         "seen": [round(one.coverage, 3) for one in records],
         "ttft": [round(one.ttft_s, 2) if one.ttft_s == one.ttft_s else 0 for one in records],
+        "unsupported": [-1 if (found := one.unsupported_count) is None else found for one in records],
+        "marks": [[(flag["start"], flag["stop"]) for flag in one.flags if flag["stop"] < chars] for one in records],
         "question": [one.question[:chars] for one in records],
         "answer": [_cut(one.error if one.status == "error" else one.shown, chars) for one in records],
     }
