@@ -30,6 +30,7 @@ LIST_ITEM = re.compile(
     r"(?:^|\n)[ \t]*(?:[-*+\u2022\u2013\u2014>#|]+[ \t]*)*[*_]*(?:\(?\d{1,3}[.)\]:][*_]*[ \t]*)?[*_\"\[]*\Z"
 )
 LIST_NUMBER = re.compile(r"(?:^|\n)[ \t>*_#-]*\(?\Z")
+LIST_NUMBER_END = re.compile(r"[.)](?!\w)")
 JSON_KEY = re.compile(r'"[^"\n]{0,80}"\s*:')
 LINE = re.compile(r"[^\n]+")
 
@@ -304,7 +305,7 @@ def _find_numbers(text: str) -> Iterator[tuple[Span, set[str]]]:
     for found in NUMBER.finditer(text):
         start, stop = found.span()
         before, after = text[max(0, start - 80) : start], text[stop : stop + 2]
-        if before[-1:].isalpha() or (after[:1] in (".", ")") and after[1:] in ("", " ") and LIST_NUMBER.search(before)):
+        if before[-1:].isalpha() or (LIST_NUMBER_END.match(after) and LIST_NUMBER.search(before)):
             continue
         values = _readings(found[0])
         if re.search(r"\D", found[0]) and max(map(len, re.split(r"\D", found[0])[1:])) > 3:  # a list without spaces
@@ -425,10 +426,7 @@ def _is_acronym(text: str, token: _Token) -> bool:
 
 
 def _find_names(text: str, tokens: Sequence[_Token]) -> list[list[_Token]]:
-    """Find capitalised words that do not begin a sentence, those that follow each other together.
-
-    The first word of a sentence belongs to the name that follows it.
-    """
+    """Find capitalised words that do not begin a sentence, those that follow each other together."""
     headings = [found.span() for found in LINE.finditer(text) if _is_heading(found[0])]
     names = list[list[_Token]]()
     capitals = [

@@ -76,7 +76,9 @@ class Record:
     new_tokens: int = stored("", 0)
     finish_reason: str = stored("", "")
     strategy: str = stored("", "")
-    ttft_s: float = stored("from the chain's start on this prompt to its first token", 0.0)
+    ttft_s: float = stored(
+        "from the chain's start on this prompt to its first token; of parts, the sum of their prefills", 0.0
+    )
     prefill_tokens_per_s: float = stored("", 0.0)
     wait_s: float = stored("part of ttft_s in which the last rank waited for keys and values", 0.0)
     decode_s: float = stored("from the first token to the last; of parts, the longest", 0.0)

@@ -66,7 +66,7 @@
       cell(row, docs.id[n], "id");
       cell(row, docs.failed[n] ? "" : docs.tokens[n].toLocaleString("en"), "n");
       cell(row, docs.failed[n] ? "" : Math.floor(100 * docs.seen[n]) + " %", "n");
-      cell(row, docs.failed[n] ? "" : docs.ttft[n].toFixed(2) + " s", "n");
+      cell(row, docs.failed[n] || docs.ttft[n] < 0 ? "" : docs.ttft[n].toFixed(2) + " s", "n");
       cell(row, docs.unsupported[n] < 0 ? "" : docs.unsupported[n], "n");
       const before = (docs.failed[n] ? "failed: " : "") + (docs.question[n] ? docs.question[n] + "\n" : "");
       const inner = cell(row, before + docs.answer[n], "answer");
