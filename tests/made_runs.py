@@ -21,7 +21,7 @@ from kvr_mpi.store.folder import make_writable, survey
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.lock import Lock, session_of, this_process
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.record import Record
+from kvr_mpi.store.record import COMPUTED, Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.run import open_run
 from kvr_mpi.store.volumes import is_ours, key_of
@@ -142,7 +142,7 @@ SHOWN = Header(
     {"name": "tiny/Llama", "architecture": "LlamaForCausalLM", "dtype": "float32"},
 )
 NASTY = 'First line.\nSecond, "quoted" and \'single\'; a, b, c\r\n\n\ttab 😀 é \\n ""'
-COLUMNS = [*(spec.name for spec in fields(Record)), "coverage"]
+COLUMNS = [*(spec.name for spec in fields(Record)), *COMPUTED]
 
 
 def example_records() -> list[Record]:

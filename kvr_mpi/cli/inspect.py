@@ -112,7 +112,7 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({**record.as_json(), "kv": layers}))
         return
-    for name, value in {**record.as_dict(), "coverage": record.coverage}.items():
+    for name, value in {**record.as_dict(), **record.computed}.items():
         if name in ASKED_FOR and name in LONG:
             there = record.as_json()[name]
             click.echo(f"{name:21} {len(there)}, shown by --json" if there else "", nl=bool(there))
@@ -148,5 +148,5 @@ def _told_whole(record: Record) -> str:
     """Return all answers of a document, or the scores of its continuations."""
     answers = [one["answer"] for one in record.sampled]
     if not answers:
-        return record.shown
+        return record.marked or record.shown
     return "\n\n".join(f"{number} of {len(answers)}: {answer}" for number, answer in enumerate(answers, 1))

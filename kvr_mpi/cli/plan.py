@@ -85,8 +85,8 @@ def plan(
 
     With --tokens, it shows the seconds to the first token on 1 to --ranks ranks.
 
-    With parallel.ranks_per_chain = "auto", a job follows such a plan, with costs measured on its own ranks. With
-    parallel.tensor_parallel = n, the plan is for groups of n ranks, and all chains have the same length.
+    Chains are as long as parallel.ranks_per_chain says. With "auto", a job follows such a plan, with costs measured
+    on its own ranks. With parallel.tensor_parallel = n, the plan is for groups of n ranks.
     """  # noqa: D301
     from kvr_mpi.documents import describe_others
     from kvr_mpi.errors import ConfigError
@@ -276,11 +276,21 @@ def _print_summary(made: PlannedJob) -> None:
     costs = [f"{count}: {duration_text(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
     click.echo("by number of ranks: " + "; ".join(costs))
     if not spec.planned and spec.takes_chains:
-        runs = "; with 'auto' it follows the plan above" if made.tensor_parallel == 1 and not spec.prompts else ""
-        wanted = spec.ranks_per_chain
-        seconds = made.written_s
-        takes = "does not fit, or does not divide the ranks" if seconds is None else f"takes {duration_text(seconds)}"
-        click.echo(f"the job as written, with ranks_per_chain = {wanted!r}, {takes}{runs}")
+        can_plan = made.tensor_parallel == 1 and not spec.prompts
+        if made.written_s is None:
+            instead = "; with 'auto' it follows the plan above" if can_plan else ""
+            click.echo(
+                f"ranks_per_chain = {spec.ranks_per_chain!r} is impossible: a document does not fit, or chains of this "
+                f"length do not divide the ranks{instead}"
+            )
+        elif can_plan:
+            parallel = spec.parallel.model_copy(update={"ranks_per_chain": "auto"})
+            planned = spec.model_copy(update={"parallel": parallel})
+            seconds = plan_documents(planned, texts, found.ranks, forecast).makespan_s
+            click.echo(
+                f"planned for ranks_per_chain = {spec.ranks_per_chain!r}, as the job says; 'auto' would take "
+                f"{duration_text(seconds)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

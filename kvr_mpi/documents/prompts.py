@@ -63,6 +63,11 @@ class PromptText:
         """Length in tokens."""
         return len(self.ids)
 
+    def around_text(self, tokenizer: Any) -> str:
+        """Return the words before and after the document's text."""
+        start, stop = self.text
+        return f"{tokenizer.decode(self.ids[:start])}\n{tokenizer.decode(self.ids[stop:])}"
+
     @property
     def sha256(self) -> str:
         """Hash of the ids as little-endian 64-bit integers."""

@@ -158,7 +158,10 @@ def _pack(records: Sequence[Record], chars: int) -> str:
         "failed": [int(one.status == "error") for one in records],
         "tokens": [one.prompt_tokens for one in records],
         "seen": [round(one.coverage, 3) for one in records],
-        "ttft": [round(one.ttft_s, 2) if one.ttft_s == one.ttft_s else 0 for one in records],
+        # -1: a document in parts has no time to the first token, only a sum of prefills.
+        "ttft": [-1 if one.parts > 1 or one.ttft_s != one.ttft_s else round(one.ttft_s, 2) for one in records],
+        "unsupported": [-1 if (found := one.unsupported_count) is None else found for one in records],
+        "marks": [[(flag["start"], flag["stop"]) for flag in one.flags if flag["stop"] < chars] for one in records],
         "question": [one.question[:chars] for one in records],
         "answer": [_cut(one.error if one.status == "error" else one.shown, chars) for one in records],
     }
@@ -203,8 +206,8 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
         if ranks := sorted({one.ranks for one in done if one.ranks}):
             few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
             tiles.append((few, "ranks per prompt"))
-        slowest = max(done, key=lambda one: one.ttft_s)
-        tiles.append((duration_text(slowest.ttft_s), "slowest first token"))
+        if whole := [one.ttft_s for one in done if one.parts == 1]:
+            tiles.append((duration_text(max(whole)), "slowest first token"))
     kept = [one for one in done if one.retained_bytes]
     if kept:
         tiles.append((bytes_text(max(one.retained_bytes for one in kept)), "largest compressed cache"))

@@ -34,6 +34,8 @@ class Progress:
         Documents of the whole job, and their work.
     deadline_s : float or None
         Unix time at which the batch system ends the job.
+    on_estimate : callable
+        Called with each new estimate of the Unix time at which all documents will be finished; None: not known.
     bar : bool
         Draw a progress bar on standard error, with log lines above it. For jobs of one rank.
     """
@@ -47,11 +49,12 @@ class Progress:
         deadline_s: float | None = None,
         bar: bool = False,
         clock: Callable[[], float] = time.time,
+        on_estimate: Callable[[float | None], None] = lambda ends_s: None,
     ) -> None:
         self.logger, self._logger = logger, logger.named(PROGRESS)
         self._documents, self._work = documents, work
         self._deadline_s, self._clock = deadline_s, clock
-        self._began = clock()
+        self._began, self._on_estimate = clock(), on_estimate
         self._logged_s, self._worked = 0.0, 0
         self._tokens = 0  # computed, of the prompts and answers of this rank's finished documents
         self._bar: rich.progress.Progress | None = None
@@ -145,13 +148,16 @@ class Progress:
             return "done"
         half_done = work + max(work, prefilled)
         if not half_done or (work < EVIDENCE_SHARE * self._work and (done < EVIDENCE_DOCUMENTS or not work)):
+            self._on_estimate(None)
             return UNKNOWN
-        return f"left {duration_text(round(self.elapsed_s * (2 * self._work - half_done) / half_done, 3))}"
+        left_s = self.elapsed_s * (2 * self._work - half_done) / half_done
+        self._on_estimate(self._clock() + left_s)
+        return f"left {duration_text(round(left_s, 3))}"
 
     def _pace(self) -> str:
         """Describe throughput and remaining wall time."""
         seconds = self.elapsed_s
-        pace = f"{self._tokens / seconds:.0f} tokens/s" if seconds > 0 and self._tokens else ""
+        pace = f"{self._tokens / seconds:.0f} prompt and answer tokens/s" if seconds > 0 and self._tokens else ""
         return f"{pace}{self._wall_time()}".removeprefix(", ")
 
     def _times(self, left: str = "") -> str:

@@ -83,7 +83,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
     `by_inspect` leaves out the hint to ``kvr inspect``, which then prints this.
     """
     console = open_console(max(100, shutil.get_terminal_size((140, 24)).columns))
-    table = documents_table(("tokens", "seen", "slices", "first token", "tokens/s"))
+    table = documents_table(("tokens", "seen", "slices", "first token", "prefill tokens/s", "unsupported"))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
     example, example_is_done = "", False  # id for the hint, of an answered document if possible
     caches: dict[str, None] = {}
@@ -140,14 +140,15 @@ def documents_table(numbers: Sequence[str]) -> Table:
 
 def _add_row(table: Table, record: Record) -> None:
     if record.status == "error":
-        table.add_row(_short(record.id), "", "", "", "", "", _short(f"error: {record.error}"))
+        table.add_row(_short(record.id), *6 * [""], _short(f"error: {record.error}"))
         return
     table.add_row(
         _short(record.id),
         str(record.prompt_tokens),
         f"{100 * record.coverage:.0f} %",
         _told(record),
-        f"{record.ttft_s:.2f} s",
+        "" if record.parts > 1 else f"{record.ttft_s:.2f} s",
         f"{record.prefill_tokens_per_s:.0f}",
-        _short(record.shown),
+        "" if record.unsupported_count is None else str(record.unsupported_count),
+        _short(record.marked or record.shown),
     )

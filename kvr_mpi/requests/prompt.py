@@ -18,6 +18,7 @@ from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents.document import AS_THE_JOB, OwnGeneration
 from kvr_mpi.documents.prompts import PromptText
+from kvr_mpi.documents.support import SupportingText
 from kvr_mpi.partition import Partition
 from kvr_mpi.plain import from_plain
 from kvr_mpi.prefill.one_prompt import Prefill
@@ -56,6 +57,8 @@ class Prompt(PromptText):
     min_coverage : minimum fraction of the document that the prompts must contain.
     shared_tokens : number of first tokens that other prompts about the same document share.
     stored : location of the stored keys and values of its first tokens, if there are any.
+    compared_text : the document's whole text, with which the answer is compared; empty: it is not compared.
+    frame_text : the other words of the prompt, which count as known.
     """
 
     key: str
@@ -73,6 +76,8 @@ class Prompt(PromptText):
     min_coverage: float = 0.0
     shared_tokens: int = 0
     stored: StoredPrefix | None = None
+    compared_text: str = ""
+    frame_text: str = ""
 
     @property
     def name(self) -> str:
@@ -113,6 +118,7 @@ class Prompt(PromptText):
             answer=answer.text,
             token_ids=answer.token_ids,
             **_asked_for(answer),
+            **self._checked(answer),
             computed_tokens=self.tokens - prefill.known_tokens,
             text_tokens=self.text[1] - self.text[0],
             dropped_tokens=self.dropped_tokens,
@@ -132,6 +138,18 @@ class Prompt(PromptText):
         if self.is_final and whole.coverage < self.min_coverage:
             return self.error_record(too_little(whole.coverage, self.min_coverage))
         return replace(whole, prefill_tokens_per_s=whole.computed_tokens / whole.ttft_s)
+
+    def _checked(self, answer: Answer) -> dict[str, str]:
+        """Compare an answer, and its samples, with the document; return fields of the record."""
+        if not self.compared_text or not answer.text:
+            return {}
+        text = SupportingText(self.compared_text, self.frame_text)
+        found = _checked_as_json(text, answer)
+        fields = {name: json.dumps(value) for name, value in found.items()}
+        if answer.samples:
+            samples = [_sample_as_json(one) | _checked_as_json(text, one) for one in answer.samples]
+            fields["samples"] = json.dumps(samples)
+        return fields
 
 
 def too_little(coverage: float, least: float) -> str:
@@ -171,6 +189,11 @@ def _numbers(found: TokenLogprobs) -> dict[str, Any]:
 def _sample_as_json(answer: Answer) -> dict[str, Any]:
     plain = {"answer": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
     return plain if answer.logprobs is None else plain | _numbers(answer.logprobs)
+
+
+def _checked_as_json(text: SupportingText, answer: Answer) -> dict[str, Any]:
+    copied, unsupported = text.check(answer.text)
+    return {"copied": list(map(asdict, copied)), "unsupported": list(map(asdict, unsupported))}
 
 
 def _score_as_json(score: Score) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class PromptConfig:
     generation : settings that apply only to final answers.
     score_column : field of a document's row with the continuations to score, if there is one.
     seed : the job's seed for sampling.
+    checks_answers : compare answers with their documents.
     """
 
     tokenizer: Any
@@ -61,6 +62,7 @@ class PromptConfig:
     score_column: str | None = None
     seed: int = 0
     shares_beginning: bool = True
+    checks_answers: bool = False
 
     def scoring(self, document: Document) -> PromptConfig:
         """Return the settings with the document's continuations to score, and with room for the longest.
@@ -148,6 +150,7 @@ class Split:
         generation = own.over(config.generation) if self.is_final else own
         seed, about = seed_of(document, config.seed), about_record(document)
         tokens = sum(text.tokens for text in self.texts)
+        compared = document.text if config.checks_answers and self.is_final else ""
         return [
             Prompt(
                 ids=text.ids,
@@ -169,6 +172,8 @@ class Split:
                 past=self.past if self.is_final else {},
                 shared_tokens=self.shared_tokens,
                 stored=self.stored,
+                compared_text=compared,
+                frame_text=text.around_text(config.tokenizer) if compared else "",
             )
             for part, text in enumerate(self.texts)
         ]

@@ -194,7 +194,9 @@ def _run(
                 cost=(cost_so_far := partial(meters.cost, trace.tally, threads, ranks.tells)),
             )
         ) as writer,
-        Progress(logger, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar) as progress,
+        Progress(
+            logger, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar, on_estimate=states.estimate
+        ) as progress,
     ):
         if world.rank == 0:
             meters.begin_answering()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvr_mpi.documents import Asked, Corpus, Document
@@ -135,8 +135,11 @@ class StoredSource:
         assert document.asked is not None
         record, tokens, source = self._find(document.asked)
         _, name = parse_answer_id(document.id)
-        prompt = self._setup.prompt_config.questions[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
-        return Split(document, self._setup.prompt_config.scoring(document), work, [prompt], source)
+        config = self._setup.prompt_config
+        prompt = config.questions[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
+        if config.checks_answers:  # the text itself is not stored
+            document = replace(document, text=config.tokenizer.decode(tokens.ids[slice(*tokens.text)]))
+        return Split(document, config.scoring(document), work, [prompt], source)
 
     def _find(self, asked: Asked) -> tuple[Record, CachedTokens, StoredPrefix | None]:
         """Return the document of a question, and open it unless it was the last one."""

@@ -84,6 +84,7 @@ class _Choice:
     shares : parallel efficiency, relative to the shortest chain on which the document fits; shape of `times`.
     limit : minimum efficiency of a chain length; 0 if all chosen lengths have it anyway.
     later : factor by which the batch would end later with that limit; None if the plan respects it.
+    is_given : whether the job names the chain length.
     """
 
     plan: Packing
@@ -91,10 +92,17 @@ class _Choice:
     shares: npt.NDArray[np.float64]
     limit: float = 0.0
     later: float | None = None
+    is_given: bool = False
 
 
 def schedule(
-    documents: Sequence[tuple[str, int]], ranks: int, seconds: SecondsOf, fits: Fits, *, min_efficiency: float = 0.0
+    documents: Sequence[tuple[str, int]],
+    ranks: int,
+    seconds: SecondsOf,
+    fits: Fits,
+    *,
+    min_efficiency: float = 0.0,
+    length: int | None = None,
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
@@ -107,6 +115,7 @@ def schedule(
     seconds : maps (tokens, ranks) to the predicted time, from the first token of the prompt to the last of the answer.
     fits : whether (tokens, ranks) fits into memory; if it does, all shorter documents must fit as well.
     min_efficiency : between 0 (any chain that ends the batch sooner) and 1.
+    length : run all documents on chains of this length, if that is possible (`Schedule.fixed_s` has it).
 
     Raises `ConfigError` if a predicted time is negative or not finite.
     """
@@ -121,7 +130,10 @@ def schedule(
     by_id = [document for document, fine in zip(by_id, possible, strict=True) if fine]
     times = times[possible]
     fixed = fixed_plans(by_id, times, lengths, ranks)
-    choice = _choose(fixed, times, lengths, ranks, min_efficiency)
+    if length in fixed:
+        choice = _Choice(fixed[length], times, np.ones(times.shape), is_given=True)
+    else:
+        choice = _choose(fixed, times, lengths, ranks, min_efficiency)
     order = {name: number for number, (name, _) in enumerate(documents)}
     assert len(order) == len(documents), "ids are unique"
     return Schedule(
@@ -196,6 +208,8 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     possible = np.flatnonzero(times < NEVER)
     if column not in possible:
         return "shorter than the chain: its last rank computes it alone"
+    if choice.is_given:
+        return "as parallel.ranks_per_chain says"
     if column == possible[0]:
         if column:
             return "does not fit on fewer ranks"

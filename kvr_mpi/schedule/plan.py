@@ -45,7 +45,10 @@ def count_tokens(tokenizer: Any, share: Iterable[Document], world: Transport) ->
 
 
 def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, forecast: Forecast) -> Schedule:
-    """Schedule documents (id, tokens of text) on ranks."""
+    """Schedule documents (id, tokens of text) on ranks, as the job says.
+
+    If chains of its length are impossible, their lengths are planned: `written_seconds` is None.
+    """
     documents = [(name, prompt_tokens(spec.prompt, forecast.frame, tokens)) for name, tokens in texts]
     documents.sort(key=lambda document: order_key(spec.documents.order, document[1]))
     forecast = replace(forecast, load=sum(tokens > 0 for _, tokens in documents) / ranks)
@@ -58,14 +61,20 @@ def plan_documents(spec: JobSpec, texts: Sequence[tuple[str, int]], ranks: int, 
     def seconds(tokens: int, length: int) -> float:
         return forecast.document_s(tokens, length, ttft_s)
 
-    return schedule(documents, ranks, seconds, fits, min_efficiency=MIN_EFFICIENCY)
+    length = _chain_length(spec, ranks)
+    return schedule(documents, ranks, seconds, fits, min_efficiency=MIN_EFFICIENCY, length=length)
+
+
+def _chain_length(spec: JobSpec, ranks: int) -> int | None:
+    """Length of all chains on ranks, or on tensor-parallel groups; None if it is planned."""
+    size = spec.chain_size(ranks * spec.parallel.tensor_parallel)
+    return None if size is None else whole_groups(size, spec.parallel.tensor_parallel)
 
 
 def written_seconds(spec: JobSpec, plan: Schedule) -> float | None:
     """Predicted time of the job as written; None if it does not fit, or if its chain length is impossible."""
-    if (size := spec.chain_size(plan.ranks * spec.parallel.tensor_parallel)) is None:
-        return plan.makespan_s
-    return dict(plan.fixed_s).get(whole_groups(size, spec.parallel.tensor_parallel))
+    length = _chain_length(spec, plan.ranks)
+    return plan.makespan_s if length is None else dict(plan.fixed_s).get(length)
 
 
 def two_parts(

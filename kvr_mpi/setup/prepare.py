@@ -156,6 +156,7 @@ def prepare(
             spec.generation.score_column,
             spec.generation.seed,
             why_no_effect(PROMPTS, spec, kinds_of(loaded)) is None,
+            spec.output.check_answers,
         ),
         weights=weights,
         generation=generation,

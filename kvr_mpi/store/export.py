@@ -9,24 +9,28 @@ from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.store.record import ARRAYS, ASKED_FOR, KINDS, LONG, REALS, Record
+from kvr_mpi.store.record import ARRAYS, ASKED_FOR, COMPUTED, KINDS, LONG, REALS, Record
 
 BATCH_ROWS = 1024
 ASKED_ABOUT = ("document", "question")
+CHECKED = ("copied", "unsupported")  # of which short tables have counts
+MARKED = "marked"  # the answer with its unsupported words in brackets; only if it is chosen
 
 
 def asked_fields(records: Iterable[Record], columns: Sequence[str] = ()) -> tuple[str, ...]:
     """List the fields of a short table: the answer and what a job requested, in the order of a record."""
-    asked = [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG)]
-    found = {"id", "status", "error", "answer", "finish_reason"}
+    asked = [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG and name not in CHECKED)]
+    found, computed = {"id", "status", "error", "answer", "finish_reason"}, {"coverage"}
     for record in records:
         found.update(name for name in asked if getattr(record, name))
-    return (*(name for name in KINDS if name in found), "coverage", *(f"columns.{name}" for name in columns))
+        computed |= set(COMPUTED) if record.unsupported else set()
+    names = [*(name for name in KINDS if name in found), *(name for name in COMPUTED if name in computed)]
+    return (*names, *(f"columns.{name}" for name in columns))
 
 
 def choose_fields(names: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
     """Check the names of fields; raise `ConfigError` with all fields if one is unknown."""
-    known = _names(columns)
+    known = [*_names(columns), MARKED]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"no field {unknown[0]!r}; expected names of {', '.join(known)}")
     return tuple(dict.fromkeys(names))
@@ -56,7 +60,7 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
     kinds = {"int": pyarrow.int64(), "float": pyarrow.float64(), "str": pyarrow.string()}
     arrays = {name: pyarrow.list_(kinds["float" if name in REALS else "int"]) for name in ARRAYS}
     types = {name: arrays.get(name) or kinds[kind] for name, kind in KINDS.items()}
-    types["coverage"] = kinds["float"]
+    types |= {name: kinds[kind] for name, kind in COMPUTED.items()}
     names = chosen or _names(columns)
     schema = pyarrow.schema([(name, types.get(name, pyarrow.string())) for name in names])
     with pyarrow.parquet.ParquetWriter(stream, schema, compression="zstd") as writer:
@@ -71,12 +75,12 @@ def _write_parquet(records: Iterable[Record], stream: BinaryIO, columns: Sequenc
 
 def _names(columns: Sequence[str]) -> list[str]:
     """List the columns of a table: the fields of a record, and one column per copied column of the documents' rows."""
-    return [*(name for name in KINDS if name != "columns"), "coverage", *(f"columns.{name}" for name in columns)]
+    return [*(name for name in KINDS if name != "columns"), *COMPUTED, *(f"columns.{name}" for name in columns)]
 
 
 def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
     """Convert a record to a row; values copied from the document's row become JSON unless they are text."""
-    row, passed = {**record.as_dict(), "coverage": record.coverage}, record.passed
+    row, passed = {**record.as_dict(), **record.computed, MARKED: record.marked}, record.passed
     del row["columns"]
     for name in columns:
         value = passed.get(name)
@@ -95,7 +99,7 @@ def write_export(
         for record in records:
             whole = record.as_json()
             if chosen:
-                whole |= {f"columns.{name}": record.passed.get(name) for name in columns}
+                whole |= {MARKED: record.marked} | {f"columns.{name}": record.passed.get(name) for name in columns}
                 whole = {name: whole[name] for name in chosen}
             stream.write(json.dumps(whole, ensure_ascii=False).encode() + b"\n")
     elif kind == "csv":

@@ -55,6 +55,18 @@ class Record:
     token_texts: str = stored("texts of all these tokens, by id (JSON)", "", if_asked=True)
     scores: str = stored("of given continuations (JSON list of objects)", "", if_asked=True)
     samples: str = stored("all answers, if n > 1 (JSON list of objects); answer is the first", "", if_asked=True)
+    copied: str = stored(
+        "stretches of the answer that are copied from the document: start, stop, document_start and document_stop, in "
+        "characters (JSON list of objects)",
+        "",
+        if_asked=True,
+    )
+    unsupported: str = stored(
+        "numbers, dates and names of the answer that are not in the document: text, kind, start and stop (JSON list of "
+        "objects); empty: not checked",
+        "",
+        if_asked=True,
+    )
     document_sha256: str = stored("hash of the document's text and of the other fields of its row that were used", "")
     prompt_sha256: str = stored("hash of the prompt's token ids", "")
     prompt_tokens: int = stored("length of the prompt", 0)
@@ -64,7 +76,9 @@ class Record:
     new_tokens: int = stored("", 0)
     finish_reason: str = stored("", "")
     strategy: str = stored("", "")
-    ttft_s: float = stored("from the chain's start on this prompt to its first token", 0.0)
+    ttft_s: float = stored(
+        "from the chain's start on this prompt to its first token; of parts, the sum of their prefills", 0.0
+    )
     prefill_tokens_per_s: float = stored("", 0.0)
     wait_s: float = stored("part of ttft_s in which the last rank waited for keys and values", 0.0)
     decode_s: float = stored("from the first token to the last; of parts, the longest", 0.0)
@@ -93,9 +107,15 @@ class Record:
     def as_json(self) -> dict[str, Any]:
         """Fields as JSON values, without infinities and NaN; fields stored as JSON are decoded."""
         read = {"columns": self.passed, "token_texts": self.texts, "scores": self.scored, "samples": self.sampled}
+        read |= {"copied": self.copies, "unsupported": self.flags}
         values = {**self.as_dict(), **read}
         found = {name: _finite(value) for name, value in values.items()}
-        return found | {"coverage": self.coverage, "joules": self.joules or None}
+        return found | self.computed | {"joules": self.joules or None}
+
+    @property
+    def computed(self) -> dict[str, float | int | None]:
+        """Values of the fields `COMPUTED`."""
+        return {name: getattr(self, name) for name in COMPUTED}
 
     @property
     def coverage(self) -> float:
@@ -108,6 +128,27 @@ class Record:
         text = self.text_tokens or self.prompt_tokens  # a prompt of ``kvr ask`` contains no document text
         kept = min(1.0, self.retained_tokens / self.prompt_tokens) if self.retained_tokens else 1.0
         return kept * text / (text + self.dropped_tokens) if text else 1.0
+
+    @property
+    def copied_share(self) -> float | None:
+        """Fraction of the answer's characters that are copied from the document; None if it was not checked."""
+        if not self.unsupported:
+            return None
+        return sum(one["stop"] - one["start"] for one in self.copies) / max(1, len(self.answer))
+
+    @property
+    def unsupported_count(self) -> int | None:
+        """Number of places of the answer that are `unsupported`; None if it was not checked."""
+        return len(self.flags) if self.unsupported else None
+
+    @property
+    def marked(self) -> str:
+        """The answer with its unsupported words in brackets: "It costs [25?] euros"."""
+        answer = self.answer
+        for one in reversed(self.flags):
+            start, stop = one["start"], one["stop"]
+            answer = f"{answer[:start]}[{answer[start:stop]}?]{answer[stop:]}"
+        return answer
 
     @property
     def is_cut_off(self) -> bool:
@@ -145,6 +186,16 @@ class Record:
         return self._read("samples", list)
 
     @property
+    def copies(self) -> list[dict[str, Any]]:
+        """Copied stretches: start and stop in the answer, document_start and document_stop in the document's text."""
+        return self._read("copied", list)
+
+    @property
+    def flags(self) -> list[dict[str, Any]]:
+        """Unsupported words in the order of the answer: text, kind (number, date or name), start and stop."""
+        return self._read("unsupported", list)
+
+    @property
     def passed(self) -> dict[str, Any]:
         """Columns of the document's row, by name."""
         return self._read("columns", dict)
@@ -169,7 +220,17 @@ ASKED_FOR = tuple(spec.name for spec in fields(Record) if spec.metadata["if_aske
 WRITTEN = tuple(spec.name for spec in fields(Record) if spec.metadata["is_written"])
 ARRAYS = tuple(name for name, kind in KINDS.items() if kind.startswith("tuple"))
 REALS = tuple(name for name in ARRAYS if "float" in KINDS[name])
-LONG = (*ARRAYS, "answer", "token_texts", "scores", "samples")  # arrays, and texts that may be long
+# Fields that are computed from the others, with their types; None is possible for those of checked answers.
+COMPUTED = {"coverage": "float", "unsupported_count": "int", "copied_share": "float"}
+LONG = (
+    *ARRAYS,
+    "answer",
+    "token_texts",
+    "scores",
+    "samples",
+    "copied",
+    "unsupported",
+)  # arrays, and texts that may be long
 
 
 def _finite(value: Any) -> Any:

@@ -20,7 +20,7 @@ from kvr_mpi.store.folder import Place, Survey, has_results, survey
 from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header, is_sealed
-from kvr_mpi.store.record import KINDS, STATUSES, Record, read_record
+from kvr_mpi.store.record import COMPUTED, KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.shares import check_corpus, check_same_job, find_part, find_runs, tell_missing
 from kvr_mpi.store.summary import Summary, count_reasons
@@ -249,8 +249,8 @@ class Results:
             raise ConfigError(
                 "a table needs pandas: `pip install pandas`; or iterate over the records instead"
             ) from error
-        rows = [{**record.as_dict(), "coverage": record.coverage} for record in self.records(status, where)]
-        return pandas.DataFrame(rows, columns=[*KINDS, "coverage"])
+        rows = [{**record.as_dict(), **record.computed} for record in self.records(status, where)]
+        return pandas.DataFrame(rows, columns=[*KINDS, *COMPUTED])
 
     def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
         """Read a document's keys and values, and verify all checksums.

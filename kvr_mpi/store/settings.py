@@ -22,6 +22,11 @@ class OutputSettings(Strict):
     trace: bool = Field(
         False, description="record what every rank does and when, in a file per rank that Perfetto and Chrome can open"
     )
+    check_answers: bool = Field(
+        True,
+        description="compare each answer with its document, without a model: which of its numbers, dates and names the "
+        "document lacks (unsupported), and what is copied",
+    )
     max_failed: Annotated[int | float, AS_SHARE] = Field(
         0, description="maximum number of error records for exit code 0: a number, or a share such as 0.05 or '5%'"
     )

@@ -45,6 +45,8 @@ class RankState:
     doing, what, since_s : activity such as ``prefilling``, its document, and when it began.
     prompt_tokens, new_tokens : of the documents that the rank has answered since it started.
     prefilled : prompts whose answers the rank has begun since it started.
+    ends_s, estimated_s : when all documents will be finished, by the rank's latest line in the log, and when it
+        estimated that; None: not known.
     deadline_s : when the batch system ends the job; None: not known.
     every_s : interval between writes.
     tensor_parallel : of the job; see `topology.rank_name`.
@@ -65,6 +67,8 @@ class RankState:
     new_tokens: Count = 0
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     prefilled: Count = 0
+    ends_s: UnixTime | None = None
+    estimated_s: UnixTime = 0.0
 
     @property
     def name(self) -> str:
@@ -134,6 +138,10 @@ class StateWriter:
         what = what[:NAME_CHARS]
         if (self._state.doing, self._state.what) != (doing, what):
             self._state = replace(self._state, doing=doing, what=what, since_s=time.time())
+
+    def estimate(self, ends_s: float | None) -> None:
+        """Set when all documents will be finished."""
+        self._state = replace(self._state, ends_s=ends_s, estimated_s=time.time())
 
     def follow(self, count: Callable[[], tuple[int, int, int]]) -> None:
         """Set the function that returns prompt tokens, new tokens and prefilled prompts so far."""

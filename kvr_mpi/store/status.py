@@ -35,8 +35,8 @@ class Status:
     killed : whether that process ended without reporting it.
     rate_per_h, lately_per_h : documents answered per hour, since this job's ranks began, and in the last `LATELY_S`;
         if no job is running, `rate_per_h` covers all jobs of the run.
-    eta_s : seconds until all documents are finished, at the recent rate if known; None if not known, and before the
-        first answer: documents that cannot be read fail at once.
+    eta_s : seconds until all documents are finished, as the job's log estimates them, or, if its ranks' states cannot
+        be read, at the recent rate; None if not known yet.
     damaged, missing : files that need `--resume`.
     unfinished : volumes that the job is writing, or was writing when it ended.
     reasons : number of failed documents by reason, the most frequent first.
@@ -91,6 +91,9 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     left = None if total is None else max(0, total - len(results.places))
     rate = lately or overall
     eta = 3600 * left / rate if alive and left is not None and rate else None
+    if ranks and left:
+        latest = max(ranks, key=lambda rank: rank.estimated_s)
+        eta = None if latest.ends_s is None else max(0.0, latest.ends_s - now)
     return Status(
         folder=str(folder),
         alive=alive,

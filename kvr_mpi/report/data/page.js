@@ -34,6 +34,20 @@
     show();
   };
 
+  // Marks are ranges of characters, of which JavaScript's strings have several units for some.
+  const mark = (inner, text, marks) => {
+    const characters = [...text];
+    let at = 0;
+    inner.replaceChildren();
+    for (const [start, stop] of marks) {
+      const marked = document.createElement("mark");
+      marked.textContent = characters.slice(start, stop).join("");
+      inner.append(characters.slice(at, start).join(""), marked);
+      at = stop;
+    }
+    inner.append(characters.slice(at).join(""));
+  };
+
   const cell = (row, text, kind) => {
     const made = document.createElement("td");
     made.className = kind;
@@ -41,6 +55,7 @@
     inner.textContent = text;
     made.append(inner);
     row.append(made);
+    return inner;
   };
 
   const show = () => {
@@ -51,9 +66,14 @@
       cell(row, docs.id[n], "id");
       cell(row, docs.failed[n] ? "" : docs.tokens[n].toLocaleString("en"), "n");
       cell(row, docs.failed[n] ? "" : Math.floor(100 * docs.seen[n]) + " %", "n");
-      cell(row, docs.failed[n] ? "" : docs.ttft[n].toFixed(2) + " s", "n");
-      const question = docs.question[n] ? docs.question[n] + "\n" : "";
-      cell(row, (docs.failed[n] ? "failed: " : "") + question + docs.answer[n], "answer");
+      cell(row, docs.failed[n] || docs.ttft[n] < 0 ? "" : docs.ttft[n].toFixed(2) + " s", "n");
+      cell(row, docs.unsupported[n] < 0 ? "" : docs.unsupported[n], "n");
+      const before = (docs.failed[n] ? "failed: " : "") + (docs.question[n] ? docs.question[n] + "\n" : "");
+      const inner = cell(row, before + docs.answer[n], "answer");
+      const shift = [...before].length;
+      if (docs.marks[n].length) {
+        mark(inner, before + docs.answer[n], docs.marks[n].map(([start, stop]) => [start + shift, stop + shift]));
+      }
       return row;
     });
     body.replaceChildren(...rows);
