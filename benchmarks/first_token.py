@@ -533,7 +533,7 @@ def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, sa
 @click.option(
     "--lend",
     is_flag=True,
-    help="Run tsp and ring with our optimisations, too: kernels chosen for the processor and, except for tsp-dense, a "
+    help="Run tsp and ring with our optimizations, too: kernels chosen for the processor and, except for tsp-dense, a "
     "last layer that computes only what is read. As published they have neither.",
 )
 @click.option(

@@ -130,7 +130,7 @@ def _forecast(table: Table, tokens: int, run: RunSlices, trials: int) -> Forecas
         entry.context_tokens: (entry.ttft_s / chain_seconds(table.rates, entry.partition.lengths),)
         for entry in table.entries
     }
-    (ratio,) = interpolate(ratios, tokens)  # of measured to modelled time
+    (ratio,) = interpolate(ratios, tokens)  # of measured to modeled time
     times = [run(split).ttft_s for _ in range(trials)]
     return Forecast(tokens, split, chain_seconds(table.rates, split.lengths) * ratio, statistics.median(times))
 

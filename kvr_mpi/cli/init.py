@@ -16,7 +16,7 @@ import click
 from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command
 
-ASK = "Summarise this document in one paragraph. Keep names, dates and numbers."
+ASK = "Summarize this document in one paragraph. Keep names, dates and numbers."
 # Placeholder for the document in a template.
 TEXT = "{text}"
 # Number of documents to read, to list those that cannot be processed.

@@ -39,7 +39,7 @@ class Chart:
 
     title : the result, as a sentence.
     note : how to read it.
-    legend : colour classes and their meanings.
+    legend : color classes and their meanings.
     """
 
     title: str
@@ -75,9 +75,9 @@ def draw_timeline(timeline: Timeline) -> Chart:
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
             took = duration_text(span.ended_s - span.began_s)
             if span.kind in ("wait", "send wait") and ended - began > 0.3:
-                colour = "wait" if span.kind == "wait" else "held"
+                color = "wait" if span.kind == "wait" else "held"
                 whom = f" for rank {span.peer}" if span.peer >= 0 else " for the link"
-                drawing.rect(began, top + 4, ended - began, 24, colour, f"layer {span.layer}: waited {took}{whom}")
+                drawing.rect(began, top + 4, ended - began, 24, color, f"layer {span.layer}: waited {took}{whom}")
             elif span.kind in ("send", "forward") and span.layer >= 0:
                 whom = f"to rank {span.peer}"
                 told = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
@@ -159,7 +159,7 @@ def draw_waits(run: TracedRun) -> Chart | str:
         f"{percent_text(totals[rank] / busy[rank])} of its prefill time, most of all in layer {layer}"
     )
     note = (
-        f"Over {counted(len(run.timelines), 'prompt')}; the stronger the colour, the longer the wait (at most "
+        f"Over {counted(len(run.timelines), 'prompt')}; the stronger the color, the longer the wait (at most "
         f"{duration_text(most)}). On the right, the total of each rank, and its share of the rank's prefill time."
     )
     return Chart(title, drawing, note)
@@ -233,15 +233,15 @@ def draw_first_token(records: Sequence[Record]) -> Chart | str:
     x = drawing.x_axis(tokens, "prompt tokens", even_token_ticks(tokens), tokens_text)
     y = drawing.y_axis(seconds, "seconds to the first token")
     sizes = sorted({one.ranks for one in timed}, reverse=True)
-    colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
+    colors = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
         ranks = one.ranks
         told = f"{one.id}: {one.prompt_tokens:,} tokens on {counted(ranks, 'rank')}, {duration_text(one.ttft_s)}"
-        drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
+        drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colors[ranks], told)
     rate = statistics.median(one.computed_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {duration_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
-    legend = tuple((colours[size], counted(size, "rank")) for size in sizes[:5])
+    legend = tuple((colors[size], counted(size, "rank")) for size in sizes[:5])
     reused = sum(one.ttft_s > 0 and one.parts == 1 and not _is_comparable(one) for one in records)
     note = f" {reused} more reused keys and values, and are not comparable." if reused else ""
     return Chart(title, drawing, f"One dot per prompt, {len(timed)} in total.{note}", legend if len(sizes) > 1 else ())
@@ -313,14 +313,14 @@ def draw_progress(records: Sequence[Record], answering_s: float = 0.0) -> Chart 
     drawing = Drawing(WIDTH, HEIGHT, "documents done over time")
     x = drawing.x_axis(span / unit, f"{word} since the first prompt", nice_ticks(0, span / unit, 8))
     y = drawing.y_axis(len(ends), "documents", [tick for tick in nice_ticks(0, len(ends)) if tick == int(tick)])
-    for times, colour in ((ends, "ours"), (failed, "wait")):
+    for times, color in ((ends, "ours"), (failed, "wait")):
         step = max(1, len(times) // MOST_POINTS)
         points = [(x(0), y(0))]
         for number in [*range(step - 1, len(times), step), len(times) - 1] if times else []:
             at = x((times[number] - began) / unit)
             points += [(at, points[-1][1]), (at, y(number + 1))]
         if len(points) > 1:
-            drawing.line(points, colour)
+            drawing.line(points, color)
     done = len(ends) - len(failed)
     also = f", {len(failed):,} failed" if failed else ""
     seconds = answering_s or span
@@ -344,8 +344,8 @@ def draw_memory(run: TracedRun) -> Chart | str:
     y = drawing.y_axis(1.08 * most / gib, "GiB per rank")
     for rank, some in sorted(samples, key=lambda one: one[0] == highest):
         some = some[:: max(1, len(some) // MOST_POINTS)]
-        colour = "ours" if rank == highest else "rival"
-        drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
+        color = "ours" if rank == highest else "rival"
+        drawing.line([(x(at - began), y(size / gib)) for at, size in some], color, width=2 if rank == highest else 1.2)
     title = f"{run.names[highest].capitalize()} used most memory: {bytes_text(most)}"
     others = (("rival", "the other ranks"),) if any(rank != highest for rank, _ in samples) else ()
     legend = (("ours", run.names[highest]), *others)

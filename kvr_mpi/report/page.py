@@ -32,7 +32,7 @@ from kvr_mpi.report.charts import (
     draw_timelines,
     draw_waits,
 )
-from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp
+from kvr_mpi.report.style import COLORS, bytes_text, plain_number, ramp
 from kvr_mpi.report.svg import escaped
 from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.folder import has_results
@@ -260,13 +260,13 @@ def _warnings(run: TracedRun) -> list[str]:
 
 
 def _palette() -> str:
-    """Return the colours as CSS variables, for light and dark mode, and the classes of charts."""
+    """Return the colors as CSS variables, for light and dark mode, and the classes of charts."""
     days = []
     for dark in (False, True):
-        shades = {f"r{number}": colour for number, colour in enumerate(ramp(SHADES, dark))}
-        values = {name: pair[dark] for name, pair in COLOURS.items()} | shades
-        days.append(":root{" + "".join(f"--{name}:{colour};" for name, colour in values.items()) + "}")
-    names: Iterable[str] = (*COLOURS, *(f"r{number}" for number in range(SHADES)))
+        shades = {f"r{number}": color for number, color in enumerate(ramp(SHADES, dark))}
+        values = {name: pair[dark] for name, pair in COLORS.items()} | shades
+        days.append(":root{" + "".join(f"--{name}:{color};" for name, color in values.items()) + "}")
+    names: Iterable[str] = (*COLORS, *(f"r{number}" for number in range(SHADES)))
     classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in names)
     return f"{days[0]}@media (prefers-color-scheme: dark){{{days[1]}}}{classes}"
 

@@ -1,15 +1,15 @@
-"""Colours and number formats of pages and plots.
+"""Colors and number formats of pages and plots.
 
-The colours are those of Okabe and Ito, which colour-blind readers can distinguish: one for kvr-mpi, one for waiting;
-other systems and bounds are grey. Text never relies on colour alone.
+The colors are those of Okabe and Ito, which color-blind readers can distinguish: one for kvr-mpi, one for waiting;
+other systems and bounds are gray. Text never relies on color alone.
 """
 
 from __future__ import annotations
 
 import math
 
-# Colours by name, for light and dark background.
-COLOURS = {
+# Colors by name, for light and dark background.
+COLORS = {
     "ours": ("#0072B2", "#56B4E9"),
     "soft": ("#7FB8D8", "#2F7FA8"),  # kvr-mpi, every second layer
     "wait": ("#D55E00", "#F0894A"),
@@ -75,8 +75,8 @@ def even_token_ticks(high: float, count: int = 6) -> list[float]:
 
 
 def ramp(count: int, dark: bool = False) -> list[str]:
-    """Return shades of the main colour, one per rank, the strongest first."""
-    ours, page = (bytes.fromhex(COLOURS[name][dark][1:]) for name in ("ours", "page"))
+    """Return shades of the main color, one per rank, the strongest first."""
+    ours, page = (bytes.fromhex(COLORS[name][dark][1:]) for name in ("ours", "page"))
     shares = [0.72 * number / max(1, count - 1) for number in range(count)]
     shades = [bytes(round(a + share * (b - a)) for a, b in zip(ours, page, strict=True)) for share in shares]
     return [f"#{shade.hex().upper()}" for shade in shades]

@@ -1,6 +1,6 @@
 """Charts as SVG: scales, axes and marks.
 
-All text in a drawing is escaped here. Colours are CSS classes (``f-NAME`` for fills, ``s-NAME`` for strokes), so that a
+All text in a drawing is escaped here. Colors are CSS classes (``f-NAME`` for fills, ``s-NAME`` for strokes), so that a
 page can have a dark mode; there are no style attributes, which a strict content policy would block.
 """
 

@@ -125,7 +125,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 def open_console(width: int) -> Console:
     """Return a console on standard output."""
-    # Open MPI gives its ranks a terminal even if the output goes to a file, so never use colours.
+    # Open MPI gives its ranks a terminal even if the output goes to a file, so never use colors.
     return Console(file=sys.stdout, width=width, highlight=False, force_terminal=False)
 
 

@@ -116,7 +116,7 @@ def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
 
 
 def _solve(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
-    """Minimise the squared residuals and the deviation from the prior."""
+    """Minimize the squared residuals and the deviation from the prior."""
     from scipy.optimize import least_squares
 
     weights = 1 / deviations
@@ -131,7 +131,7 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
 
 
 def _logs(costs: Costs, observations: Sequence[Observation]) -> tuple[Array, Array]:
-    """Logarithms of the modelled times of every rank (runs, ranks) and chain (runs,)."""
+    """Logarithms of the modeled times of every rank (runs, ranks) and chain (runs,)."""
     busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
     return busy, np.log([chain_seconds(costs, seen.partition.lengths) for seen in observations])
 
@@ -219,7 +219,7 @@ def steady(split: Partition, predicted_s: float, run: RunSlices, say: Say) -> tu
 
 
 def _choose(result: Refit) -> Partition:
-    """Choose the split with the best combination of measured and modelled time, since both have errors."""
+    """Choose the split with the best combination of measured and modeled time, since both have errors."""
 
     def expected_of(split: Partition) -> float:
         times = result.times_of(split)
