@@ -30,7 +30,7 @@ DASHES = ((), (6, 3), (2, 2), (8, 2, 2, 2), (1, 3))
 def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> None:
     """Draw time to first token over prompt length, a line a strategy, in a band from the fastest to the slowest time.
 
-    Where strategies ran in pairs with ours, their times as multiples of its are drawn below, in bands that are the 95 %
+    Where strategies ran in pairs with ours, their times as multiples of its are drawn below, in bands that are the 95%
     intervals of the ratios.
 
     Parameters

@@ -257,7 +257,7 @@ def _print_summary(made: PlannedJob) -> None:
     if 2 * prefill_s < found.makespan_s:
         share, floor = 100 - 100 * prefill_s / found.makespan_s, duration_text(forecast.answer_s)
         click.echo(
-            f"{share:.0f} % of the time goes into generating answers of {forecast.new_tokens} tokens, which takes at "
+            f"{share:.0f}% of the time goes into generating answers of {forecast.new_tokens} tokens, which takes at "
             f"least {floor} on any number of ranks; a lower generation.max_new_tokens shortens it"
         )
     if made.errors:

@@ -183,7 +183,7 @@ def draw_forecast(run: TracedRun) -> Chart | str:
     off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
     title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
     note = (
-        "One dot per prompt; on the dashed line the prediction is exact, within the band it is off by at most 10 %. "
+        "One dot per prompt; on the dashed line the prediction is exact, within the band it is off by at most 10%. "
         "The prediction is the computing time of the slowest rank, from the rates that its slices were chosen by, "
         "without any waits."
     )

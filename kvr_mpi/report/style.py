@@ -45,9 +45,9 @@ def bytes_text(size: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """Format a share: 0.4 %, 3 %, 62 %."""
+    """Format a share: 0.4%, 3%, 62%."""
     percent = 100 * share
-    return f"{percent:.1f} %" if 0 < abs(percent) < 1 else f"{percent:.0f} %"
+    return f"{percent:.1f}%" if 0 < abs(percent) < 1 else f"{percent:.0f}%"
 
 
 def plain_number(value: float) -> str:

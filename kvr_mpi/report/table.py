@@ -145,7 +145,7 @@ def _add_row(table: Table, record: Record) -> None:
     table.add_row(
         _short(record.id),
         str(record.prompt_tokens),
-        f"{100 * record.coverage:.0f} %",
+        f"{100 * record.coverage:.0f}%",
         _told(record),
         f"{record.ttft_s:.2f} s",
         f"{record.prefill_tokens_per_s:.0f}",

@@ -33,7 +33,7 @@ MOST_RANKS = 128  # plans for more ranks take seconds, during which all ranks wo
 # counts as much as JOBS_BEFORE jobs.
 MODEL_SIGMA, JOB_SIGMA, JOBS_BEFORE = 0.3, 0.08, 3
 LENGTH_SIGMA = 0.4  # prior standard deviation, between jobs, of the logarithm of the answer length without a limit
-# 80 % of a normal distribution lie within this many standard deviations.
+# 80% of a normal distribution lie within this many standard deviations.
 WITHIN = 1.2816
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -92,7 +92,7 @@ class History(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The expected duration of a job, including its start; 80 % of jobs lie between `low_s` and `high_s`."""
+    """The expected duration of a job, including its start; 80% of jobs lie between `low_s` and `high_s`."""
 
     low_s: float
     seconds: float

@@ -98,9 +98,9 @@ def schedule(
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
-    All documents run on one rank each if they fit and the batch then ends at most 2 % later. Otherwise, a chain longer
+    All documents run on one rank each if they fit and the batch then ends at most 2% later. Otherwise, a chain longer
     than a document's memory requires must have a parallel efficiency of at least `min_efficiency`, unless the batch
-    would end more than 2 % later without it, or later than with chains of one fixed length.
+    would end more than 2% later without it, or later than with chains of one fixed length.
 
     documents : unique ids and tokens, in the order in which a chain takes them; a document of 0 tokens is only an error
         record and takes no time.
@@ -201,7 +201,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
             return "does not fit on fewer ranks"
         longer = int(possible[1]) if len(possible) > 1 else 0
         if longer and shares[longer] < choice.limit and choice.later is None:
-            return f"a chain of {lengths[longer]} would be {100 * shares[longer]:.0f} % efficient"
+            return f"a chain of {lengths[longer]} would be {100 * shares[longer]:.0f}% efficient"
         return "a longer chain would not end the batch noticeably sooner"
     below = int(possible[possible < column][-1])
     took, before, whole = (duration_text(int(t) / 1e6) for t in (times[column], times[below], choice.plan.makespan))
@@ -209,9 +209,9 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     faster = f"{took} instead of {before} on {counted(lengths[below], 'rank')}{late}"
     if times[column] >= times[below]:
         faster = f"no faster than on {counted(lengths[below], 'rank')}, but the batch ends no later"
-    reason = f"{faster}; {100 * shares[column]:.0f} % efficient"
+    reason = f"{faster}; {100 * shares[column]:.0f}% efficient"
     if choice.later is not None and shares[column] < choice.limit:
-        reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f} % later"
+        reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f}% later"
     return reason
 
 

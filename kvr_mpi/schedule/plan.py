@@ -99,7 +99,7 @@ def describe_schedule(plan: Schedule) -> list[str]:
         return lines
     over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)
     lines.append(
-        f"predicted {duration_text(plan.makespan_s)}, {over:.1f} % "
+        f"predicted {duration_text(plan.makespan_s)}, {over:.1f}% "
         f"above the lower bound {duration_text(plan.lower_bound_s)}"
     )
     alone = plan.data_parallel_s

@@ -83,8 +83,8 @@ def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, say: Say) -> Re
         waited = max(seen.wait_s) / seen.ttft_s
         say(
             f"  run {len(result.observations)}: {split} took {seen.ttft_s:.3f} s (predicted {predicted_s:.3f} s, "
-            f"{100 * (seen.ttft_s / predicted_s - 1):+.1f} %); busy {_list(seen.busy_s)} s, "
-            f"longest wait {100 * waited:.1f} %"
+            f"{100 * (seen.ttft_s / predicted_s - 1):+.1f}%); busy {_list(seen.busy_s)} s, "
+            f"longest wait {100 * waited:.1f}%"
         )
         split, predicted_s = best_split(result.costs, tokens, ranks, quantum=QUANTUM_TOKENS)
         if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:

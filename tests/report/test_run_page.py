@@ -170,9 +170,9 @@ def test_the_trace_is_drawn_as_it_was(tmp_path: Path) -> None:
     assert page.index("<h2>Answers") < page.index('<section id="ttft">'), "answers come before charts"
     record_run(tmp_path, ["a", "b"])
     page = page_of(tmp_path)[0].decode()
-    assert "a: 900 tokens over 2 ranks took 2.50 s to the first token; rank 1 waited 20 % of it" in page
-    assert "Rank 1 waited longest: 1.00 s, 20 % of its prefill time, most of all in layer 0" in page
-    assert "Prompts took 25 % longer than predicted" in page
+    assert "a: 900 tokens over 2 ranks took 2.50 s to the first token; rank 1 waited 20% of it" in page
+    assert "Rank 1 waited longest: 1.00 s, 20% of its prefill time, most of all in layer 0" in page
+    assert "Prompts took 25% longer than predicted" in page
     assert "layer 0: waited 500 ms for rank 0" in page and "layer 0: send to rank 1, 64 B in 300 ms" in page
     assert "2 ranks are 1.1 times as fast as 1" in page
     assert "not drawn" not in page and "arrived before" not in page

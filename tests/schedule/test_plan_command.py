@@ -148,7 +148,7 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     longer = planned(*command, *with_settings("generation.max_new_tokens=100"))
     assert longer["makespan_s"] == found["makespan_s"]
     assert planned(*command, "--hardware", "h200")["expected"] is None
-    words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; based on 2 jobs with this model here"
+    words = r"expected: .* in 80% of cases\), 9.00 s of it to start; based on 2 jobs with this model here"
     assert re.search(words, shown(*command)) and "not included" not in shown(*command)
 
 
