@@ -180,7 +180,7 @@ def _label_tokens(axes: Any, lengths: Sequence[float], name: str = "prompt token
     if lengths:
         exact = sorted(set(lengths))
         ticks = exact if len(exact) <= 9 else token_ticks(exact[0], exact[-1])
-        _set_ticks(axes.xaxis, ticks, list(map(tokens_text, ticks)))
+        _set_ticks(axes.xaxis, ticks, list(map(plain_number, ticks)))
 
 
 def _label_seconds(axes: Any, seconds: Sequence[float]) -> None:

@@ -12,7 +12,6 @@ from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted
 from kvr_mpi.report.style import (
     bytes_text,
-    even_token_ticks,
     nice_ticks,
     percent_text,
     plain_number,
@@ -109,7 +108,11 @@ def draw_timelines(run: TracedRun) -> list[Chart] | str:
         return NO_TRACE
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
     if not chains:
-        why = f"{run.incomplete} were only partly recorded" if run.incomplete else "all were packed with others"
+        why = (
+            f"{counted(run.incomplete, 'prompt')} only partly recorded"
+            if run.incomplete
+            else "all were packed with others"
+        )
         return f"no prompt was recorded on all ranks of its chain ({why})"
     longest = max(chains, key=lambda one: one.prompt.tokens)
     waiting = max(chains, key=lambda one: one.wait_share)
@@ -129,7 +132,7 @@ def draw_waits(run: TracedRun) -> Chart | str:
                 if span.kind in ("wait", "send wait") and span.layer >= 0:
                     cells[lane.rank, span.layer] += span.ended_s - span.began_s
     if not any(cells.values()):
-        return "no rank had to wait"
+        return "no rank waited"
     ranks = sorted(busy)
     layers = 1 + max(layer for _, layer in cells)
     totals = {rank: sum(cells.get((rank, layer), 0.0) for layer in range(layers)) for rank in ranks}
@@ -156,7 +159,7 @@ def draw_waits(run: TracedRun) -> Chart | str:
     layer = max(range(layers), key=lambda layer: cells.get((rank, layer), 0.0))
     title = (
         f"{run.names[rank].capitalize()} waited longest: {duration_text(totals[rank])}, "
-        f"{percent_text(totals[rank] / busy[rank])} of its prefill time, most of all in layer {layer}"
+        f"{percent_text(totals[rank] / busy[rank])} of its prefill time, longest in layer {layer}"
     )
     note = (
         f"Over {counted(len(run.timelines), 'prompt')}; the stronger the color, the longer the wait (at most "
@@ -171,7 +174,7 @@ def draw_forecast(run: TracedRun) -> Chart | str:
         return NO_TRACE
     pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
     if not pairs:
-        return "slices were not chosen by measured rates, so there is no prediction"
+        return "slices were not computed from measured rates, so there is no prediction"
     most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
     drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
     x, y = drawing.x_axis(most, "predicted (seconds)"), drawing.y_axis(most, "measured (seconds)")
@@ -183,9 +186,9 @@ def draw_forecast(run: TracedRun) -> Chart | str:
     off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
     title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
     note = (
-        "One dot per prompt; on the dashed line the prediction is exact, within the band it is off by at most 10%. "
-        "The prediction is the computing time of the slowest rank, from the rates that its slices were chosen by, "
-        "without any waits."
+        "One dot per prompt. On the dashed line, the prediction is exact; within the band, it is off by at most 10%. "
+        "The prediction is the computing time of the slowest rank, without waits, from the rates that were used to "
+        "choose the slices."
     )
     return Chart(title, drawing, note)
 
@@ -220,7 +223,11 @@ def draw_slices(records: Sequence[Record]) -> Chart | str:
         f"The first of {size - 1} slices has {percent_text(ends[0])} of a prompt of {lengths[0]} tokens, and "
         f"{percent_text(ends[1])} of one of {lengths[1]}"
     )
-    return Chart(title, drawing, f"{len(mine)} prompts; the first slice is at the bottom, in the strongest blue.")
+    return Chart(
+        title,
+        drawing,
+        f"{len(mine):,} prompts; the first slice is at the bottom, and later ones are closer to the page color.",
+    )
 
 
 def draw_first_token(records: Sequence[Record]) -> Chart | str:
@@ -230,7 +237,7 @@ def draw_first_token(records: Sequence[Record]) -> Chart | str:
         return f"fewer than {LEAST_DOTS} prompts computed all of their tokens"
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
     tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
-    x = drawing.x_axis(tokens, "prompt tokens", even_token_ticks(tokens), tokens_text)
+    x = drawing.x_axis(tokens, "prompt tokens", say=tokens_text)
     y = drawing.y_axis(seconds, "seconds to the first token")
     sizes = sorted({one.ranks for one in timed}, reverse=True)
     colors = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
@@ -310,7 +317,7 @@ def draw_progress(records: Sequence[Record], answering_s: float = 0.0) -> Chart 
     )
     span = max(ends[-1] - began, 1e-3)
     unit, word = (3600.0, "hours") if span > 3 * 3600 else (60.0, "minutes") if span > 180 else (1.0, "seconds")
-    drawing = Drawing(WIDTH, HEIGHT, "documents done over time")
+    drawing = Drawing(WIDTH, HEIGHT, "documents completed over time")
     x = drawing.x_axis(span / unit, f"{word} since the first prompt", nice_ticks(0, span / unit, 8))
     y = drawing.y_axis(len(ends), "documents", [tick for tick in nice_ticks(0, len(ends)) if tick == int(tick)])
     for times, color in ((ends, "ours"), (failed, "wait")):
@@ -325,9 +332,9 @@ def draw_progress(records: Sequence[Record], answering_s: float = 0.0) -> Chart 
     also = f", {len(failed):,} failed" if failed else ""
     seconds = answering_s or span
     rate = plain_number(3600 * done / seconds)
-    title = f"{counted(done, 'document')} answered{also} in {duration_text(seconds)}: {rate} answers per hour"
+    title = f"Documents completed over time: {done:,} answered{also} in {duration_text(seconds)}, {rate} per hour"
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
-    return Chart(title, drawing, "By the time their answers were ready.", legend)
+    return Chart(title, drawing, "A document counts from the time when its answer was ready.", legend)
 
 
 def draw_memory(run: TracedRun) -> Chart | str:

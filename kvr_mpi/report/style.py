@@ -24,22 +24,23 @@ COLORS = {
     "page": ("#FFFFFF", "#14181D"),
     "card": ("#F6F8FA", "#1C222A"),
 }
-KILO = 1024
+KIB = 1024
 
 
 def tokens_text(tokens: float) -> str:
-    """Format a length: 512, 4k, 128k, 1M; k is 1024, as in the commands' options."""
-    for unit, name in ((KILO**2, "M"), (KILO, "k")):
+    """Format a length: 512, 4.1k, 128k, 1M; k is 1,000."""
+    for unit, name in ((1_000_000, "M"), (1_000, "k")):
         if tokens >= unit:
-            return f"{tokens / unit:.1f}".removesuffix(".0") + name
+            value = tokens / unit
+            return (f"{value:.1f}".removesuffix(".0") if value < 100 else f"{value:.0f}") + name
     return f"{tokens:.0f}"
 
 
 def bytes_text(size: float) -> str:
     """Format a size: 12 KiB, 3.4 MiB, 1.5 GiB, 3.1 TiB."""
     for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= KILO**power:
-            value = size / KILO**power
+        if size >= KIB**power:
+            value = size / KIB**power
             return (f"{value:.1f}".removesuffix(".0") if value < 10 else f"{value:.0f}") + f" {name}"
     return f"{size:.0f} B"
 
@@ -66,12 +67,6 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def even_token_ticks(high: float, count: int = 6) -> list[float]:
-    """Return multiples of a power of two, from 0: 0, 2k, 4k."""
-    step = 2.0 ** math.ceil(math.log2(max(1.0, high / count)))
-    return [number * step for number in range(math.floor(high / step) + 1)]
 
 
 def ramp(count: int, dark: bool = False) -> list[str]:

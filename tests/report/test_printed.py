@@ -19,7 +19,7 @@ from benchmarks.plots import log_ticks, token_ticks
 from kvr_mpi.duration import duration_text
 from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.report.style import bytes_text, even_token_ticks, nice_ticks, percent_text, plain_number, tokens_text
+from kvr_mpi.report.style import bytes_text, nice_ticks, percent_text, plain_number, tokens_text
 from kvr_mpi.report.table import MAX_ROWS, print_summary, reason_lines
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.summary import REASON_CHARS, Summary, count_reasons, shorten
@@ -253,7 +253,7 @@ def test_a_reason_is_one_short_line(error: str) -> None:
 
 
 def test_lengths_and_sizes_are_said_plainly() -> None:
-    assert [tokens_text(n) for n in (512, 4096, 5682, 131072, 1 << 20)] == ["512", "4k", "5.5k", "128k", "1M"]
+    assert [tokens_text(n) for n in (512, 4096, 5682, 131072, 1 << 20)] == ["512", "4.1k", "5.7k", "131k", "1M"]
     sizes = {
         0: "0 B",
         1023: "1023 B",
@@ -273,6 +273,6 @@ def test_ticks_are_few_round_and_within(high: float) -> None:
         assert 2 <= len(ticks) <= 10 and ticks == sorted(ticks)
         assert -1e-12 <= ticks[0] and ticks[-1] <= high * 1.001
         assert all("e" not in plain_number(tick) or tick < 1e-4 for tick in ticks)
-    assert [tokens_text(tick) for tick in token_ticks(900, 20_000)] == ["1k", "2k", "4k", "8k", "16k"]
+    assert token_ticks(900, 20_000) == [1024, 2048, 4096, 8192, 16384]
     assert len(token_ticks(64, 1 << 24)) <= 9
-    assert [tokens_text(tick) for tick in even_token_ticks(5900)] == ["0", "1k", "2k", "3k", "4k", "5k"]
+    assert [tokens_text(tick) for tick in nice_ticks(0, 5900)] == ["0", "1k", "2k", "3k", "4k", "5k"]
