@@ -68,7 +68,7 @@ def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
     return value.upper() in TRUE_VALUES if value else batch_job(environ) is not None
 
 
-def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
+def configure_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set defaults for CUDA, torch and oneDNN that the user has not set.
 
     Call it before MPI is initialized, since some MPIs open a GPU then.

@@ -35,17 +35,17 @@ def run_guarded(world: Transport, work: Callable[[], int]) -> int:
     from kvr_mpi.transport import FailedTogetherError
     from kvr_mpi.transport.liveness import heartbeat
 
-    _show_stacks_when_asked()
+    _dump_stacks_on_signal()
     log = Log(world.rank)
 
-    def tell(error: Exception, code: int) -> None:
+    def report(error: Exception, code: int) -> None:
         text = f"error: {error}"
         if not isinstance(error, KvrError):
-            text = "this is a bug in kvr-mpi, or a machine failure:\n" + "".join(format_exception(error)).rstrip()
+            text = "bug in kvr-mpi, or failure of the machine:\n" + "".join(format_exception(error)).rstrip()
         log.line(f"{text}\n{exit_line(code, meaning=getattr(error, 'meaning', ''))}")
 
     def end(error: TransportError) -> None:
-        tell(error, error.exit_code)
+        report(error, error.exit_code)
         world.abort(error.exit_code)
 
     try:
@@ -53,7 +53,7 @@ def run_guarded(world: Transport, work: Callable[[], int]) -> int:
             return work()
     except FailedTogetherError as error:
         if error.cause is not None:
-            tell(error.cause, error.exit_code)
+            report(error.cause, error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         log.root(exit_line(EXIT_INTERRUPTED))
@@ -61,12 +61,12 @@ def run_guarded(world: Transport, work: Callable[[], int]) -> int:
     except Exception as error:
         named = named_error(error)
         code = named.exit_code if isinstance(named, KvrError) else EXIT_BUG
-        tell(named, code)
+        report(named, code)
         world.abort(code)
         return code
 
 
-def _show_stacks_when_asked() -> None:
+def _dump_stacks_on_signal() -> None:
     """Write all threads' stacks to standard error on ``SIGUSR1``, to diagnose a hanging rank."""
     import faulthandler
     import signal
@@ -106,26 +106,26 @@ def quiet_libraries(say: Say | None = None) -> None:
         libraries[0].addHandler(logging.NullHandler())
         return
     logging.captureWarnings(True)
-    heard = _Once(say)
+    handler = _Once(say)
     for library in libraries:
-        for handler in [each for each in library.handlers if isinstance(each, _Once)]:  # of an earlier job
-            library.removeHandler(handler)
-        library.addHandler(heard)
+        for earlier in [each for each in library.handlers if isinstance(each, _Once)]:
+            library.removeHandler(earlier)
+        library.addHandler(handler)
 
 
 class _Once(logging.Handler):
-    """Logs each warning of a library once, whatever numbers it has."""
+    """Logs each warning of a library once; warnings that differ only in numbers count as one."""
 
     def __init__(self, say: Say) -> None:
         super().__init__(logging.WARNING)
-        self._say, self._said = say, set[str]()
+        self._say, self._logged = say, set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log a warning, unless it has been logged, or is about what kvr-mpi checks itself."""
         text = " ".join(record.getMessage().split())
         kind = re.sub(r"\d+", "#", text)
-        if kind not in self._said and not _CHECKED.search(text):
-            self._said.add(kind)
+        if kind not in self._logged and not _CHECKED.search(text):
+            self._logged.add(kind)
             library = record.name.partition(".")[0].replace("py", "Python")
             with contextlib.suppress(ValueError):  # the log of a command that has ended, in the same process, is closed
                 self._say(f"warning: {library}: {text[:MOST_WARNING]}")

@@ -68,8 +68,8 @@ def draw_timeline(timeline: Timeline) -> Chart:
         for span in parts or [lane.prefill]:
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
             name = f"{lane.header.name}, layer {span.layer}" if parts else lane.header.name
-            told = f"{name}: {duration_text(span.ended_s - span.began_s)}"
-            drawing.rect(began, top + 4, ended - began, 24, shades[max(0, span.layer) % 2], told)
+            label = f"{name}: {duration_text(span.ended_s - span.began_s)}"
+            drawing.rect(began, top + 4, ended - began, 24, shades[max(0, span.layer) % 2], label)
         for span in sorted(lane.spans, key=lambda span: span.began_s):
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
             took = duration_text(span.ended_s - span.began_s)
@@ -79,8 +79,8 @@ def draw_timeline(timeline: Timeline) -> Chart:
                 drawing.rect(began, top + 4, ended - began, 24, color, f"layer {span.layer}: waited {took}{whom}")
             elif span.kind in ("send", "forward") and span.layer >= 0:
                 whom = f"to rank {span.peer}"
-                told = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
-                drawing.rect(began, top + 30, max(0.6, ended - began), 5, "sent", told)
+                label = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
+                drawing.rect(began, top + 30, max(0.6, ended - began), 5, "sent", label)
     first_token = x(timeline.seconds)
     drawing.line([(first_token, TOP), (first_token, TOP + LANE * len(lanes))], "text", dashed=True, width=1.2)
     waited = max(lanes, key=lambda lane: lane.waited_s)
@@ -149,8 +149,8 @@ def draw_waits(run: TracedRun) -> Chart | str:
             drawing.text(WIDTH - 122, top + height / 2 + 4, f"{duration_text(totals[rank])}, {share}")
         for layer in range(layers):
             waited = cells.get((rank, layer), 0.0)
-            told = f"{run.names[rank]}, layer {layer}: waited {duration_text(waited)}"
-            drawing.rect(x(layer), top, x(1) - x(0) - 1, height - 1.5, "wait", told, 0.04 + 0.96 * waited / most)
+            label = f"{run.names[rank]}, layer {layer}: waited {duration_text(waited)}"
+            drawing.rect(x(layer), top, x(1) - x(0) - 1, height - 1.5, "wait", label, 0.04 + 0.96 * waited / most)
     step = max(1, round(layers / 12))
     for layer in range(0, layers, step):
         drawing.x_tick(x(layer + 0.5), str(layer))
@@ -181,8 +181,8 @@ def draw_forecast(run: TracedRun) -> Chart | str:
     drawing.area([(x(0), y(0)), (x(most), y(0.9 * most)), (x(most), y(most)), (x(most / 1.1), y(most))], "rival")
     drawing.line([(x(0), y(0)), (x(most), y(most))], "bound", dashed=True, width=1.5)
     for predicted, measured, one in pairs[:: -(-len(pairs) // MOST_DOTS)]:
-        told = f"{one.prompt.document}: predicted {duration_text(predicted)}, took {duration_text(measured)}"
-        drawing.dot(x(predicted), y(measured), "ours", told)
+        label = f"{one.prompt.document}: predicted {duration_text(predicted)}, took {duration_text(measured)}"
+        drawing.dot(x(predicted), y(measured), "ours", label)
     off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
     title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
     note = (
@@ -211,9 +211,9 @@ def draw_slices(records: Sequence[Record]) -> Chart | str:
             edges.append(statistics.fmean(one.slices[place] / one.slices[-1] for one in group))
         tokens = statistics.fmean(one.slices[-1] for one in group)
         for place, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
-            told = f"slice {place}: {percent_text(high - low)} of {tokens_text(tokens)} tokens"
+            label = f"slice {place}: {percent_text(high - low)} of {tokens_text(tokens)} tokens"
             shade = f"r{min(7, round(7 * place / max(1, size - 2)))}"
-            drawing.rect(left + 1, y(high), width - 2, y(low) - y(high), shade, told)
+            drawing.rect(left + 1, y(high), width - 2, y(low) - y(high), shade, label)
         if len(groups) <= 12 or number % 2 == 0:
             drawing.x_tick(left + width / 2, tokens_text(tokens))
     drawing.x_name((LEFT + WIDTH - RIGHT) / 2, "prompt tokens")
@@ -237,14 +237,14 @@ def draw_first_token(records: Sequence[Record]) -> Chart | str:
         return f"fewer than {LEAST_DOTS} prompts computed all of their tokens"
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
     tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
-    x = drawing.x_axis(tokens, "prompt tokens", say=tokens_text)
+    x = drawing.x_axis(tokens, "prompt tokens", text_of=tokens_text)
     y = drawing.y_axis(seconds, "seconds to the first token")
     sizes = sorted({one.ranks for one in timed}, reverse=True)
     colors = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
         ranks = one.ranks
-        told = f"{one.id}: {one.prompt_tokens:,} tokens on {counted(ranks, 'rank')}, {duration_text(one.ttft_s)}"
-        drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colors[ranks], told)
+        label = f"{one.id}: {one.prompt_tokens:,} tokens on {counted(ranks, 'rank')}, {duration_text(one.ttft_s)}"
+        drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colors[ranks], label)
     rate = statistics.median(one.computed_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {duration_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
@@ -269,12 +269,12 @@ def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart | str:
     best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
     if len(best) < 2:
         sizes = {one.ranks for one in records if one.ranks}
-        told = (
+        label = (
             f"all prompts ran on {counted(min(sizes), 'rank')}"
             if len(sizes) == 1
             else "no two prompts of similar length ran on different numbers of ranks"
         )
-        return f"{told}; a run with parallel.ranks_per_chain = 'auto' compares them"
+        return f"{label}; a run with parallel.ranks_per_chain = 'auto' compares them"
     ranks = sorted(best)
     tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)
     # Scale the times to the same length; the lengths in a group differ by a factor of two at most.

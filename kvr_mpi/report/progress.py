@@ -16,7 +16,7 @@ from kvr_mpi.store.record import Record
 
 # Minimum time between two lines about prefilled prompts of one rank; finished documents are always logged.
 LINE_S = 1.0
-# The time left is shown once this share of the work, or this many documents, is done: before, it would be a guess.
+# Minimum share of the work, or number of documents, that must be done before an estimate of the time left is shown.
 EVIDENCE_SHARE, EVIDENCE_DOCUMENTS = 0.04, 20
 UNKNOWN = "left unknown"
 
@@ -34,7 +34,7 @@ class Progress:
     deadline_s : float or None
         Unix time at which the batch system ends the job.
     bar : bool
-        Draw a progress bar, with the documents' lines above it; otherwise log only those lines. For jobs of one rank.
+        Draw a progress bar below the log lines of documents; otherwise, only log lines. For jobs of one rank.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Progress:
         self._log, self._documents, self._work = log, documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began = clock()
-        self._told, self._worked = 0.0, 0
+        self._logged_at, self._worked = 0.0, 0
         self._tokens = 0  # computed, of the prompts and answers of this rank's finished documents
         self._bar: rich.progress.Progress | None = None
         if bar:
@@ -94,8 +94,8 @@ class Progress:
         if record.status == "error":
             what = f"error: {printable(record.error)}"
         else:
-            what = f"{record.prompt_tokens} tokens, {_times_of(record)}"
-        self._tell(f"{done}/{self._documents} {record.id}: {what}", self._times(f", {left}"))
+            what = f"{record.prompt_tokens:,} tokens, {_times_of(record)}"
+        self._write(f"{done}/{self._documents} {record.id}: {what}", self._times(f", {left}"))
         if self._bar is not None:
             half_done = work + max(work, prefilled)
             self._bar.update(self._task, completed=half_done, documents=f"{done}/{self._documents}", left=left)
@@ -112,35 +112,37 @@ class Progress:
             self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))
             return
         now = self._clock()
-        if now - self._told >= LINE_S:
-            self._told = now
-            after = f" after {known} known ones" if known else ""
-            self._tell(f"prefilled {name}: {tokens} tokens{after} in {seconds:.2f} s", self._times())
+        if now - self._logged_at >= LINE_S:
+            self._logged_at = now
+            cached = f" ({known:,} cached)" if known else ""
+            self._write(
+                f"prefilled {name}: {tokens:,}{' new' * bool(known)} tokens{cached} in {seconds:.2f} s", self._times()
+            )
 
     def decoding(self, answers: int, tokens: int, token_s: float, stopping: str = "") -> None:
         """Report answers in progress: at most how many tokens each of them still needs, and the seconds per token.
 
         stopping : why no more documents are started; empty while they are.
         """
-        what = f"generating {counted(answers, 'answer')}, at most {counted(tokens, 'more token')} each"
-        told = f"{stopping}; " * bool(stopping) + f"{what}: up to {duration_text(tokens * token_s)}"
+        what = f"decoding {counted(answers, 'answer')}, up to {counted(tokens, 'more token')} each"
+        text = f"{stopping}; " * bool(stopping) + f"{what}: at most {duration_text(tokens * token_s)}"
         if self._bar is None or stopping:
-            self._tell(told, self._times())
+            self._write(text, self._times())
         else:
-            self._bar.update(self._task, description=told)
+            self._bar.update(self._task, description=text)
 
     def line(self, text: str) -> None:
         """Log a line, above the bar if there is one."""
-        self._tell(text, self._times())
+        self._write(text, self._times())
 
-    def _tell(self, what: str, times: str) -> None:
+    def _write(self, what: str, times: str) -> None:
         if self._bar is not None:
             self._bar.console.print(printable(what), markup=False, highlight=False)
         else:
             self._log.line(f"{what} | {times}")
 
     def _left(self, done: int, work: int, prefilled: int) -> str:
-        """Describe the time left, or say that it is unknown."""
+        """Describe the time left, if it can be estimated."""
         if done >= self._documents:
             return "done"
         half_done = work + max(work, prefilled)
@@ -170,7 +172,7 @@ def _times_of(record: Record) -> str:
     """
     if record.parts > 1:
         parts = f"{record.parts - 1} parts and a combining prompt"
-        return f"{parts}: prefill {record.ttft_s:.2f} s, {record.new_tokens} tokens generated"
+        return f"{parts}: prefill {record.ttft_s:.2f} s, {record.new_tokens:,} tokens generated"
     # Other prompts are prefilled and decoded between its tokens.
     tokens = counted(record.new_tokens, "token")
-    return f"first token {record.ttft_s:.2f} s, last of {tokens} {record.decode_s:.2f} s later"
+    return f"TTFT {record.ttft_s:.2f} s, decode {record.decode_s:.2f} s ({tokens})"

@@ -77,7 +77,7 @@ def test_a_line_for_every_document_with_all_that_matters() -> None:
     lines = report_lines(records, 60, 1, deadline_s=START_S + 3600)
     assert len(lines) == 3
     for number, line in enumerate(lines):
-        what = rf"{900 + number} tokens, first token 1\.23 s, last of 7 tokens .* s later"
+        what = rf"{900 + number} tokens, TTFT 1\.23 s, decode .* s \(7 tokens\)"
         what = "error: it is not UTF-8" if number == 1 else what
         pattern = rf"{STAMP}\] {number + 1}/4 doc-{number}: {what} \| elapsed (.*), left (.*), wall time left (.*)\n"
         match = re.fullmatch(pattern, line)
@@ -94,11 +94,11 @@ def test_a_split_document_has_no_sum_of_times_that_ran_side_by_side() -> None:
     record = done("book", prompt_tokens=9000, ttft_s=46.0, decode_s=204.41, new_tokens=192, parts=8)
     (line,) = report_lines([(record, 5)], 57)
     assert (
-        "9000 tokens, 7 parts and a combining prompt: prefill 46.00 s, 192 tokens generated |" in line
+        "9,000 tokens, 7 parts and a combining prompt: prefill 46.00 s, 192 tokens generated |" in line
         and "204" not in line
     )
     (line,) = report_lines([(replace(record, parts=1), 5)], 57)
-    assert "first token 46.00 s, last of 192 tokens 204.41 s later |" in line
+    assert "TTFT 46.00 s, decode 204.41 s (192 tokens) |" in line
 
 
 @settings(max_examples=100)

@@ -118,8 +118,11 @@ def test_a_chain_that_is_not_worth_it_is_not_taken() -> None:
         """Nine tenths of a document's work are not shared out."""
         return tokens * (0.9 + 0.1 / ranks)
 
-    later = "53% efficient, but without such chains the batch would end 5% later"
-    for others, ranks, reason in (([250] * 6, 2, later), ([985] * 2, 1, "a chain of 2 would be 53% efficient")):
+    later = "efficiency 53%, but without such chains the batch would take 5% longer"
+    for others, ranks, reason in (
+        ([250] * 6, 2, later),
+        ([985] * 2, 1, "a chain of 2 would have an efficiency of only 53%"),
+    ):
         plan = schedule([("long", 1000), *numbered(others)], 4, steep, anything_fits, min_efficiency=0.9)
         (place,) = (place for place in plan.placements if place.id == "long")
         assert place.ranks == ranks and place.reason.endswith(reason)
