@@ -47,7 +47,7 @@ on_ranks := first-token corpus fairkv ask chunks links trace
 .PHONY: help install demo wheel test test-all test-long cuda-wheel test-slurm test-gpu bench docs lint clean
 
 help:
-	@echo "make demo      summarise eight documents over a chain of $(RANKS) ranks (installs first)"
+	@echo "make demo      summarize eight documents over a chain of $(RANKS) ranks (installs first)"
 	@echo "make wheel     a wheel in dist/, for pip install on other machines"
 	@echo "make lint      format, lint and types"
 	@echo "make test      lint, and the tests that show that this machine runs the program (installs first; five minutes)"

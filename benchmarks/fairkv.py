@@ -2,7 +2,7 @@
 
 Documents are prefilled and compressed as their job says, and then decoded in every way, a few steps each in turn. Turns
 come in rounds of two, the second in the first's order turned round, so that of any two ways each goes first as often,
-and neither drift nor what the other left in the processor's caches favours one. Attention is timed apart, on the same
+and neither drift nor what the other left in the processor's caches favors one. Attention is timed apart, on the same
 caches, without the sums that follow it. Efficiency is mean over maximum: of each layer's loads on the ranks, summed
 (sync), or of all layers' together (total, FairKV's eq. 5); predicted from the counts of keys, measured from times.
 """

@@ -103,7 +103,7 @@ def _paper(copies: int, as_json: bool) -> None:
                     "model": model,
                     "budget": budget,
                     "table": [round(100 * each, 1) for each in found.target],
-                    "made_up": [round(100 * each, 1) for each in found.utilisation],
+                    "made_up": [round(100 * each, 1) for each in found.utilization],
                     "equal": best["equal copies"]["e_sync"],
                     "proportion": best["in proportion"]["e_sync"],
                     "ratio": best["in proportion"]["ratio"],
@@ -117,7 +117,7 @@ def _paper(copies: int, as_json: bool) -> None:
     columns = ("model", "budget", "Table 2, SHA on 2/4/8", "made up", "equal copies", "in proportion", "ratio", "exact")
     print_table([*columns, "ratio"], [[_shown(value) for value in row.values()] for row in rows])
     click.echo(
-        f"{max(RANKS)} ranks, {copies} copies per layer. The profiles are synthetic, with the table's utilisation."
+        f"{max(RANKS)} ranks, {copies} copies per layer. The profiles are synthetic, with the table's utilization."
     )
     click.echo(METHOD)
 

@@ -535,7 +535,7 @@ def _search(loaded: LoadedModel, world: Transport, tokens: int, costs: Costs, lo
 @click.option(
     "--lend",
     is_flag=True,
-    help="Run tsp and ring with our optimisations, too: kernels chosen for the processor and, except for tsp-dense, a "
+    help="Run tsp and ring with our optimizations, too: kernels chosen for the processor and, except for tsp-dense, a "
     "last layer that computes only what is read. As published they have neither.",
 )
 @click.option(
@@ -580,7 +580,7 @@ def main(
 
     single is plain transformers on all cores of a host; tsp-dense, tsp-causal and ring are published alternatives. Each
     is run back to back with ours (kvr-s, or else kvr-p or kvr-e), in alternating order. The table shows the median
-    ratio of these pairs with a 95 % bootstrap interval, 3 % wider on both sides for what another start of the same
+    ratio of these pairs with a 95% bootstrap interval, 3% wider on both sides for what another start of the same
     command changes: on a shared machine, speed drifts more within minutes than the strategies differ.
     """  # noqa: D301
     world = connect()

@@ -1,8 +1,8 @@
-"""A ``.gguf`` file with weights that are not quantised, so that other engines compute with the weights that we have.
+"""A ``.gguf`` file with weights that are not quantized, so that other engines compute with the weights that we have.
 
 Engines have kernels of their own for blocks of 4 bits. llama.cpp rounds activations to 8 bits for them; OpenVINO keeps
 blocks as whole multiples of their scale, and rounds what they begin with (the minimum of Q4_1) to one of them: that is
-another model, whose first token may be another. Of what is not quantised OpenVINO reads float16 only.
+another model, whose first token may be another. Of what is not quantized OpenVINO reads float16 only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def dequantised_gguf(source: Path, cache_dir: Path, form: str, dtype: str) -> Pa
 
 
 def _write(source: Path, part: Path, form: str, dtype: str) -> None:
-    """Copy what a file says, and its tensors dequantised."""
+    """Copy what a file says, and its tensors dequantized."""
     import gguf
 
     reader = gguf.GGUFReader(source)

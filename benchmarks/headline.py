@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.options import make_parser
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.disk import replacing
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.tuning.identity import processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,7 +225,14 @@ def _table(dtype: str, given: Any) -> str | None:
             group = of.setdefault((MODELS[part.model], row["context_tokens"]), {OURS: []})
             group.setdefault(row["strategy"], []).append(row)
     rows = [
-        [f"{model}, {tokens}", LABELS[name], _runs_in(each[0]), _seconds(name, each), _times(each[0]), each[0]["error"]]
+        [
+            f"{model}, {tokens:,} tokens",
+            LABELS[name],
+            _runs_in(each[0]),
+            _seconds(name, each),
+            _times(each[0]),
+            each[0]["error"],
+        ]
         for (model, tokens), group in of.items()
         for name, each in group.items()
     ]
@@ -254,7 +261,7 @@ def _table(dtype: str, given: Any) -> str | None:
         "measures": MEASURES,
         "kind": "table",
         "columns": [
-            ["model, tokens", "{}"],
+            ["model, prompt", "{}"],
             ["engine", "{}"],
             ["computes in", "{}"],
             ["seconds", "{:.2f}"],
@@ -280,7 +287,7 @@ def _times(row: Any) -> str:
     if row["strategy"] == row["ours"]:
         return "-"
     if row["pairs"] < 5:
-        return f"{row['times_ours']:.2f} of {row['pairs']}"
+        return f"{row['times_ours']:.2f} ({counted(row['pairs'], 'pair')})"
     return f"{row['times_ours']:.2f} ({row['times_ours_low']:.2f}-{row['times_ours_high']:.2f})"
 
 

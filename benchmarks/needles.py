@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-COLOURS = ("amber", "violet", "silver", "crimson", "olive", "teal", "ivory", "scarlet")
+COLORS = ("amber", "violet", "silver", "crimson", "olive", "teal", "ivory", "scarlet")
 THINGS = ("harbour", "lantern", "orchard", "compass", "anchor", "granary", "chapel", "bridge")
 OTHERS = 4  # names with numbers beside the one that is asked for
 LINKS = 3  # variables that are set to each other
@@ -33,7 +33,7 @@ class Needle:
 
 def _named(chance: random.Random, count: int) -> list[tuple[str, str]]:
     """Names, each another one, and numbers of five digits."""
-    names = [f"{colour} {thing}" for colour in COLOURS for thing in THINGS]
+    names = [f"{color} {thing}" for color in COLORS for thing in THINGS]
     return [(name, str(chance.randrange(10_000, 100_000))) for name in chance.sample(names, count)]
 
 

@@ -214,7 +214,7 @@ def show(results: Sequence[Result]) -> None:
             f"{result.ttft_s:.3f} s",
             f"{result.wait_s:.3f} s",
             "" if result.times_kvr_s is None else f"{result.times_kvr_s:.2f}",
-            "" if result.noise_loss is None else f"{100 * result.noise_loss:+.1f} %",
+            "" if result.noise_loss is None else f"{100 * result.noise_loss:+.1f}%",
             result.slices,
         )
         for result in results

@@ -1,6 +1,6 @@
 """Ways held against each other on a machine that drifts: in pairs, back to back, as ratios with an interval.
 
-A machine that others use, or that heats up, is 20 to 60 % slower some minutes later. The two runs of a pair see the
+A machine that others use, or that heats up, is 20 to 60% slower some minutes later. The two runs of a pair see the
 same machine; which of them goes first alternates, so that neither always runs on the warmer one.
 """
 
@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 LEAST_PAIRS = 5
 RESAMPLES = 4000
 # A process that is started anew has its memory elsewhere, and keeps to another pace all along: over six starts of one
-# line the medians of ratios had standard deviations of 1 and 2.5 %, where a start's own interval was 1 % wide.
+# line the medians of ratios had standard deviations of 1 and 2.5%, where a start's own interval was 1% wide.
 STARTS_DIFFER = 0.03
 # From its first to its last third, a way's own time may change by this share before it is said.
 DRIFT = 0.1
@@ -58,7 +58,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """What one way takes, as a multiple of another's time: median of pairs, and a 95 % bootstrap interval of it."""
+    """What one way takes, as a multiple of another's time: median of pairs, and a 95% bootstrap interval of it."""
 
     median: float
     low: float

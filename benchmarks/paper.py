@@ -30,12 +30,12 @@ def main(json_file: str | None) -> None:
     for cell, guess, error in zip(found.cells, found.predicted_s, found.errors, strict=True):
         click.echo(
             f"{cell.table:<9} {cell.model:<14} {cell.gpus:>4} {cell.context_tokens:>7} {cell.link_gb_per_s:>5g}  "
-            f"{cell.method:<6} {cell.ttft_s:>7.3f} s  {guess:>7.3f} s  {100 * error:>+5.1f} %"
+            f"{cell.method:<6} {cell.ttft_s:>7.3f} s  {guess:>7.3f} s  {100 * error:>+5.1f}%"
         )
     for name, spread, count in (
         ("time to first token", found.ttft, len(found.cells)),
         ("speed-up TSP / KVR-S", found.speedup, len(found.speedups)),
     ):
-        figures = ", ".join(f"{key} {100 * value:.1f} %" for key, value in asdict(spread).items())
+        figures = ", ".join(f"{key} {100 * value:.1f}%" for key, value in asdict(spread).items())
         click.echo(f"\nrelative error of the {name} ({count}): {figures}", nl=False)
     click.echo()

@@ -24,8 +24,8 @@ from benchmarks.paper_model import (
 )
 
 CELLS = Path(__file__).parent / "data" / "paper-cells.csv"
-# A grid searched by noisy timings ends above the optimum, the more bounds the further: simulated with 3 % noise, the
-# paper's search ends 1-5 % above it on 2 to 8 ranks. We take this much for each rank but one.
+# A grid searched by noisy timings ends above the optimum, the more bounds the further: simulated with 3% noise, the
+# paper's search ends 1-5% above it on 2 to 8 ranks. We take this much for each rank but one.
 SEARCH_EXCESS = 0.005
 
 

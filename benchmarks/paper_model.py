@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from kvr_mpi.costs.costmodel import descend, neighbours
+from kvr_mpi.costs.costmodel import descend, neighbors
 from kvr_mpi.costs.hardware import Hardware, NotNegative
 from kvr_mpi.costs.layer_costs import Costs, costs_of
 from kvr_mpi.costs.solve import equal_time
@@ -147,7 +147,7 @@ def store_and_forward(costs: Costs, splits: Array) -> Array:
 def best_lengths(costs: Costs, tokens: float, ranks: int) -> list[float]:
     """Slice lengths with the shortest time to the first token that a descent from slices of equal time finds."""
     start = np.array(equal_time(tokens, costs.rates(ranks)))
-    found = descend(lambda splits: store_and_forward(costs, splits), neighbours, start, rounds=400, smallest=1 / 4096)
+    found = descend(lambda splits: store_and_forward(costs, splits), neighbors, start, rounds=400, smallest=1 / 4096)
     return list(map(float, found))
 
 

@@ -1,8 +1,8 @@
-"""FairKV's Table 2, and profiles that have its utilisation: the paper's own counts are not published.
+"""FairKV's Table 2, and profiles that have its utilization: the paper's own counts are not published.
 
 A made-up profile gives every head a floor, and shares the rest of its layer out by gamma-distributed weights (for
 Ada-SnapKV a layer's total is fixed). The one parameter, how uneven the weights are, is fitted so that static placement
-has the utilisation of the table on 2, 4 and 8 ranks; `placement.sync_efficiency` is what is held against it.
+has the utilization of the table on 2, 4 and 8 ranks; `placement.sync_efficiency` is what is held against it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from kvr_mpi.compress.head_profile import Counts, HeadProfile
 
 KV_HEADS, RANKS = 8, (2, 4, 8)
-# Layers, and utilisation in percent on 2, 4 and 8 GPUs by budget (Ada-SnapKV, FairKV's Table 2).
+# Layers, and utilization in percent on 2, 4 and 8 GPUs by budget (Ada-SnapKV, FairKV's Table 2).
 TABLE_2: dict[str, tuple[int, dict[int, tuple[float, float, float]]]] = {
     "Llama-3.3-70B-Instruct": (
         80,
@@ -38,32 +38,32 @@ SHAPES, TRIES, LARGE = np.geomspace(0.3, 40, 40), 40, 1000
 class PaperProfile:
     """A profile made up for one row of the table.
 
-    utilisation : by `placement.sync_efficiency`, of static placement on 2, 4 and 8 ranks.
+    utilization : by `placement.sync_efficiency`, of static placement on 2, 4 and 8 ranks.
     target : the table's, as shares.
     """
 
     model: str
     budget: int
     profile: HeadProfile
-    utilisation: tuple[float, ...]
+    utilization: tuple[float, ...]
     target: tuple[float, ...]
 
 
 def paper_profile(model: str, budget: int) -> PaperProfile:
-    """Make up a profile whose static utilisation is that of a row of Table 2; the same every time."""
+    """Make up a profile whose static utilization is that of a row of Table 2; the same every time."""
     layers, rows = TABLE_2[model]
     target = np.array(rows[budget]) / 100
     floor = max(2 * WINDOW_TOKENS / budget, FLOOR) if budget < 320 else FLOOR
 
     def error(counts: Counts) -> float:
-        return float(((_utilisation(counts) - target) ** 2).sum())
+        return float(((_utilization(counts) - target) ** 2).sum())
 
     shape = min(SHAPES, key=lambda shape: error(_sample(np.random.default_rng(1), LARGE, float(shape), floor)))
     draws = (_sample(np.random.default_rng(seed), layers, float(shape), floor) for seed in range(TRIES))
     counts = min(draws, key=error) * budget
     about = f"made up: floor {floor:.2f}, gamma weights of shape {shape:.2f}, fitted to FairKV's Table 2"
     return PaperProfile(
-        model, budget, HeadProfile(counts, about), tuple(map(float, _utilisation(counts))), tuple(map(float, target))
+        model, budget, HeadProfile(counts, about), tuple(map(float, _utilization(counts))), tuple(map(float, target))
     )
 
 
@@ -74,7 +74,7 @@ def _sample(chance: np.random.Generator, layers: int, shape: float, floor: float
     return counts
 
 
-def _utilisation(counts: Counts) -> Counts:
-    """Utilisation of static placement on each number of ranks."""
+def _utilization(counts: Counts) -> Counts:
+    """Utilization of static placement on each number of ranks."""
     loads = [counts.reshape(len(counts), ranks, -1).sum(2) for ranks in RANKS]
     return np.array([each.mean(1).sum() / each.max(1).sum() for each in loads])

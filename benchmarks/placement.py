@@ -27,7 +27,7 @@ def place_with_copies(
 ) -> LayerPlacement:
     """Split heads in any proportion with a limited number of copies; jobs have as many as they need.
 
-    The largest load is minimised by bisection, and is never larger than with even splits.
+    The largest load is minimized by bisection, and is never larger than with even splits.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Plots of what was measured or forecast, in the colours of ``style``; matplotlib is an extra, and met only here.
+"""Plots of what was measured or forecast, in the colors of ``style``; matplotlib is an extra, and met only here.
 
 An SVG file turns dark with the page that it is in, or the reader's system; other kinds of files are for white paper.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.report.style import (
-    COLOURS,
+    COLORS,
     nice_ticks,
     percent_text,
     plain_number,
@@ -23,14 +23,14 @@ from kvr_mpi.report.style import (
 # Strategies that are ours, the one to look at last: they are drawn in front.
 OURS = {"auto": "sent", "kvr-e": "soft", "kvr": "ours", "kvr-s": "ours"}
 MARKERS = "ovs^DPX"
-# Lines of rivals, which share a colour.
+# Lines of rivals, which share a color.
 DASHES = ((), (6, 3), (2, 2), (8, 2, 2, 2), (1, 3))
 
 
 def plot_bench(rows: Sequence[dict[str, Any]], path: Path, about: str = "") -> None:
     """Draw time to first token over prompt length, a line a strategy, in a band from the fastest to the slowest time.
 
-    Where strategies ran in pairs with ours, their times as multiples of its are drawn below, in bands that are the 95 %
+    Where strategies ran in pairs with ours, their times as multiples of its are drawn below, in bands that are the 95%
     intervals of the ratios.
 
     Parameters
@@ -84,7 +84,7 @@ def plot_forecast(rows: Sequence[dict[str, Any]], title: str, path: Path) -> Non
         _draw_line(axes, [size for size, _ in mine], [seconds for _, seconds in mine], name, names)
     ranks = [row["ranks"] for row in rows]
     for key, line, name in (("bound_s", "--", "TTFT(p), no communication"), ("star_s", ":", "TTFT*(p), eq. 3")):
-        axes.plot(ranks, [row[key] for row in rows], line, color=COLOURS["bound"][0], linewidth=1.2, label=name)
+        axes.plot(ranks, [row[key] for row in rows], line, color=COLORS["bound"][0], linewidth=1.2, label=name)
     axes.set(xlabel="ranks", xscale="log")
     _set_ticks(axes.xaxis, sorted(set(ranks)), [str(number) for number in sorted(set(ranks))])
     seconds = [value for row in rows for value in (*row["ttft_s"].values(), row["bound_s"], row["star_s"])]
@@ -103,18 +103,18 @@ def _in_order(names: Any) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda name: list(OURS).index(name) if name in OURS else -1)
 
 
-def _colour(name: str) -> str:
-    return COLOURS[OURS.get(name, "rival")][0]
+def _color(name: str) -> str:
+    return COLORS[OURS.get(name, "rival")][0]
 
 
 def _draw_line(axes: Any, places: Sequence[float], seconds: Sequence[float], name: str, names: Sequence[str]) -> None:
-    """Draw a strategy: ours strong and in colour; rivals grey, told apart by dashes and marks."""
+    """Draw a strategy: ours strong and in color; rivals gray, told apart by dashes and marks."""
     number = names.index(name)
     is_ours = name in OURS
     (line,) = axes.plot(
         places,
         seconds,
-        color=_colour(name),
+        color=_color(name),
         marker=MARKERS[number % len(MARKERS)],
         markersize=6 if is_ours else 4.5,
         linewidth=2.4 if is_ours else 1.3,
@@ -129,14 +129,14 @@ def _draw_line(axes: Any, places: Sequence[float], seconds: Sequence[float], nam
 def _draw_band(
     axes: Any, places: Sequence[float], low: Sequence[float], high: Sequence[float], name: str, alpha: float = 0.15
 ) -> None:
-    axes.fill_between(places, low, high, color=_colour(name), alpha=alpha, linewidth=0, zorder=2 + (name in OURS))
+    axes.fill_between(places, low, high, color=_color(name), alpha=alpha, linewidth=0, zorder=2 + (name in OURS))
 
 
 def _draw_ratios(axes: Any, paired: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Draw the others' times as multiples of ours, which is the line at 1."""
     lengths = [row["context_tokens"] for row in paired]
     ours = paired[0]["ours"]
-    axes.plot([min(lengths), max(lengths)], [1, 1], color=_colour(ours), linewidth=2.4, zorder=4)
+    axes.plot([min(lengths), max(lengths)], [1, 1], color=_color(ours), linewidth=2.4, zorder=4)
     values = [1.0]
     for name in names:
         mine = [row for row in paired if row["strategy"] == name]
@@ -180,7 +180,7 @@ def _label_tokens(axes: Any, lengths: Sequence[float], name: str = "prompt token
     if lengths:
         exact = sorted(set(lengths))
         ticks = exact if len(exact) <= 9 else token_ticks(exact[0], exact[-1])
-        _set_ticks(axes.xaxis, ticks, list(map(tokens_text, ticks)))
+        _set_ticks(axes.xaxis, ticks, list(map(plain_number, ticks)))
 
 
 def _label_seconds(axes: Any, seconds: Sequence[float]) -> None:
@@ -226,27 +226,27 @@ def _canvas(panels: int = 1) -> tuple[Any, list[Any]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: `pip install matplotlib`") from error
-    figure = Figure(figsize=(7 + 4 * (panels - 1), 4.5), dpi=140, layout="constrained", facecolor=COLOURS["page"][0])
+    figure = Figure(figsize=(7 + 4 * (panels - 1), 4.5), dpi=140, layout="constrained", facecolor=COLORS["page"][0])
     found = list(figure.subplots(1, panels, squeeze=False)[0])
     for axes in found:
-        axes.set_facecolor(COLOURS["page"][0])
-        axes.grid(color=COLOURS["grid"][0], linewidth=0.8)
+        axes.set_facecolor(COLORS["page"][0])
+        axes.grid(color=COLORS["grid"][0], linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         for side in ("left", "bottom"):
-            axes.spines[side].set_color(COLOURS["rival"][0])
-        axes.tick_params(colors=COLOURS["quiet"][0])
+            axes.spines[side].set_color(COLORS["rival"][0])
+        axes.tick_params(colors=COLORS["quiet"][0])
     return figure, found
 
 
 def _save(figure: Any, path: Path, about: str = "") -> None:
-    """Write a figure; its words in our colours, in an SVG as words, not as shapes."""
+    """Write a figure; its words in our colors, in an SVG as words, not as shapes."""
     from matplotlib import rc_context
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         if text.get_color() == "black":
-            text.set_color(COLOURS["text"][0])
+            text.set_color(COLORS["text"][0])
     try:
         if path.suffix.lower() != ".svg":
             figure.savefig(path)
@@ -261,10 +261,10 @@ def _save(figure: Any, path: Path, about: str = "") -> None:
 
 
 def _turning_dark(drawn: str) -> str:
-    """Give an SVG of our colours the colours of black pages, where the reader's system asks for them."""
+    """Give an SVG of our colors the colors of black pages, where the reader's system asks for them."""
     rules = "".join(
         f'[style*="{what}: {light.lower()}"]{{{what}:{dark} !important}}'
-        for light, dark in COLOURS.values()
+        for light, dark in COLORS.values()
         for what in ("fill", "stroke")
     )
     head, start, rest = drawn.partition("<defs>")

@@ -92,8 +92,8 @@ def check_table(
         findings.append(regret)
         logger.info(
             f"{_word(regret.holds)}: {tokens} tokens: {regret.chosen} takes {regret.chosen_s:.3f} s, the best of the "
-            f"sweep {regret.best} {regret.best_s:.3f} s ({100 * regret.ratio:+.1f} %, allowed "
-            f"{100 * REGRET_ALLOWED:.0f} %); even slices {100 * (regret.even_s / regret.chosen_s - 1):+.1f} %"
+            f"sweep {regret.best} {regret.best_s:.3f} s ({100 * regret.ratio:+.1f}%, allowed "
+            f"{100 * REGRET_ALLOWED:.0f}%); even slices {100 * (regret.even_s / regret.chosen_s - 1):+.1f}%"
         )
     for below, above in pairwise(sorted(contexts)):
         tokens = (below + above) // 2 // QUANTUM_TOKENS * QUANTUM_TOKENS
@@ -102,8 +102,8 @@ def check_table(
             findings.append(forecast)
             logger.info(
                 f"{_word(forecast.holds)}: {tokens} tokens, not in the table: {forecast.split} takes "
-                f"{forecast.measured_s:.3f} s, forecast {forecast.predicted_s:.3f} s ({100 * forecast.ratio:+.1f} %, "
-                f"allowed {100 * FORECAST_ALLOWED:.0f} %)"
+                f"{forecast.measured_s:.3f} s, forecast {forecast.predicted_s:.3f} s ({100 * forecast.ratio:+.1f}%, "
+                f"allowed {100 * FORECAST_ALLOWED:.0f}%)"
             )
     holding = sum(finding.holds for finding in findings)
     logger.info(f"{holding} of {len(findings)} hold, median of {counted(trials, 'trial')}")
@@ -132,7 +132,7 @@ def _forecast(table: Table, tokens: int, run: RunSlices, trials: int) -> Forecas
         entry.context_tokens: (entry.ttft_s / chain_seconds(table.rates, entry.partition.lengths),)
         for entry in table.entries
     }
-    (ratio,) = interpolate(ratios, tokens)  # of measured to modelled time
+    (ratio,) = interpolate(ratios, tokens)  # of measured to modeled time
     times = [run(split).ttft_s for _ in range(trials)]
     return Forecast(tokens, split, chain_seconds(table.rates, split.lengths) * ratio, statistics.median(times))
 

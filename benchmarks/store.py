@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
             shutil.rmtree(folder)
         ratios.append(plain / ours)
         print(f"tofile + fsync {size / plain / 2**30:.2f} GiB/s, volumes {size / ours / 2**30:.2f} GiB/s", flush=True)
-    print(f"volumes reach {100 * statistics.median(ratios):.0f} % of it (median of {options.repeats}; goal 60 %)")
+    print(f"volumes reach {100 * statistics.median(ratios):.0f}% of it (median of {options.repeats}; goal 60%)")
     if options.documents:
         torch.set_num_threads(1)
         product = torch.randn(512, 512)
@@ -113,4 +113,4 @@ def main(arguments: Sequence[str]) -> None:
             )
             shutil.rmtree(folder)
         bare, full = (min(times[kind]) for kind in (False, True))
-        print(f"a document takes {bare:.3f} s, and {full:.3f} s if stored: {100 * (full / bare - 1):+.1f} % (goal 2 %)")
+        print(f"a document takes {bare:.3f} s, and {full:.3f} s if stored: {100 * (full / bare - 1):+.1f}% (goal 2%)")

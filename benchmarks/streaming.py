@@ -109,8 +109,8 @@ def main(arguments: Sequence[str]) -> None:
     for tokens, size in memory.items():
         flat = "within" if size <= (1 + MOST_GROWTH) * least else "over"
         print(
-            f"{tokens} tokens: {size / 1e6:.0f} MB at most, {100 * (size / least - 1):.1f} % over the least, "
-            f"{flat} {100 * MOST_GROWTH:g} %"
+            f"{tokens} tokens: {size / 1e6:.0f} MB at most, {100 * (size / least - 1):.1f}% over the least, "
+            f"{flat} {100 * MOST_GROWTH:g}%"
         )
     if given.json:
         figures = {"tokens": given.tokens, "cache": given.cache, "step": given.step, "layers": given.layers}

@@ -18,7 +18,7 @@ from kvr_mpi.errors import counted
 from kvr_mpi.report.table import print_table
 
 LEGEND = (
-    f"time as a multiple of ours, above 1 where ours is faster: median of back-to-back pairs (95 % bootstrap interval, "
+    f"time as a multiple of ours, above 1 where ours is faster: median of back-to-back pairs (95% bootstrap interval, "
     f"{STARTS_DIFFER:.0%} wider on both sides for what another start changes)"
 )
 
@@ -33,7 +33,7 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
         if not any(row["predicted_bytes_by_rank"]):
             return ""
         pairs = zip(row["predicted_bytes_by_rank"], row["peak_bytes_by_rank"], strict=True)
-        return f"{max((100 * (said / found - 1) for said, found in pairs if found), key=abs, default=0):+.0f} %"
+        return f"{max((100 * (said / found - 1) for said, found in pairs if found), key=abs, default=0):+.0f}%"
 
     rows = [
         (
@@ -41,7 +41,7 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
             row["strategy"],
             f"{row['ttft_s']:.3f} s",
             f"{row['ttft_min_s']:.3f} s",
-            f"{100 * row['wait_s'] / row['ttft_s']:.1f} %",
+            f"{100 * row['wait_s'] / row['ttft_s']:.1f}%",
             f"{row['link_bytes'] / 1e6:.0f}",
             f"{row['cpu_s']:.2f} s",
             f"{row['peak_bytes'] / 1e6:.0f}",
@@ -67,10 +67,10 @@ def print_rooflines(rooflines: Sequence[Roofline], found: list[dict[str, Any]], 
     rows = []
     for one in rooflines:
         for part in one.parts:
-            cells = [str(one.tokens), part.name, f"{part.seconds:.3f}", f"{100 * part.seconds / one.seconds:.0f} %"]
+            cells = [str(one.tokens), part.name, f"{part.seconds:.3f}", f"{100 * part.seconds / one.seconds:.0f}%"]
             for work, peak in ((part.flop, one.peaks.flop_per_s), (part.nbytes, one.peaks.bytes_per_s)):
                 rate = work / part.seconds if part.seconds else 0.0
-                cells += [f"{rate / 1e9:.1f}", f"{100 * rate / peak:.0f} %"] if rate else ["", ""]
+                cells += [f"{rate / 1e9:.1f}", f"{100 * rate / peak:.0f}%"] if rate else ["", ""]
             rows.append(cells)
     peaks = rooflines[0].peaks
     print(
@@ -81,7 +81,7 @@ def print_rooflines(rooflines: Sequence[Roofline], found: list[dict[str, Any]], 
     print_table(("tokens", "part", "seconds", "share", "GFLOP/s", "of multiply-adds", "GB/s", "of memory"), rows)
     for one in rooflines:
         same = [row for row in found if row["context_tokens"] == one.tokens]
-        reached = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f} %" for row in same)
+        reached = ", ".join(f"{row['strategy']} {100 * one.least_s / row['ttft_min_s']:.0f}%" for row in same)
         print(
             f"{one.tokens} tokens: nothing that multiplies as often takes less than {one.least_s:.3f} s on "
             f"{counted(one.ranks, 'rank')}; the best runs reach {reached} of that speed"
@@ -117,8 +117,8 @@ def print_corpus(found: list[dict[str, Any]], json_file: Path | None) -> None:
             f"{row['seconds_min']:.1f}",
             f"{row['documents_per_hour']:.1f}",
             *(f"{row[key]:.1f}" if row[key] else "" for key in ("prefill_tokens_per_s", "decode_tokens_per_s")),
-            " ".join(f"{100 * share:.0f} %" for share in row["busy_by_rank"][:4]),
-            f"{100 * row['busy_in_prefill']:.0f} %",
+            " ".join(f"{100 * share:.0f}%" for share in row["busy_by_rank"][:4]),
+            f"{100 * row['busy_in_prefill']:.0f}%",
             "" if row["way"] == ours else _ratio(row).describe(),
         )
         for row in found
@@ -158,7 +158,7 @@ def print_heads(found: list[dict[str, Any]], json_file: Path | None) -> None:
     print_table((*names, "attention", "E_sync", "E", "KV MB a rank", "heads", "same"), rows)
     print(
         "whole / this, SHA / this: how many times as fast a step is as with the whole cache and heads in order, and as "
-        "with the compressed one and heads in order: median of rounds back to back (95 % bootstrap interval)\n"
+        "with the compressed one and heads in order: median of rounds back to back (95% bootstrap interval)\n"
         "compute: processor time of a step without sums over ranks; attention: of all layers, without them; E_sync, E: "
         "predicted from counts / measured; forecast: by what decides decode.mode = 'auto'; same: answers that are "
         "those of ranks that decode their own documents"

@@ -93,10 +93,10 @@ def main(arguments: Sequence[str]) -> None:
         ratio = ratio_of([traced[place] / plain[place] for plain, traced in pairs])
         plain_s = statistics.median(plain[place] for plain, _ in pairs)
         told[name] = {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "plain_s": plain_s}
-        verdict = "under 1 %" if ratio.high < ALLOWED else "over 1 %" if ratio.low > ALLOWED else "not told from 1 %"
+        verdict = "under 1%" if ratio.high < ALLOWED else "over 1%" if ratio.low > ALLOWED else "not told from 1%"
         print(
-            f"{name:14} {plain_s:.3f} s; recorded {100 * (ratio.median - 1):+.2f} % ({100 * (ratio.low - 1):+.2f} to "
-            f"{100 * (ratio.high - 1):+.2f} %): {verdict}"
+            f"{name:14} {plain_s:.3f} s; recorded {100 * (ratio.median - 1):+.2f}% ({100 * (ratio.low - 1):+.2f} to "
+            f"{100 * (ratio.high - 1):+.2f}%): {verdict}"
         )
     if wanted.json is not None:
         wanted.json.write_text(json.dumps(told, indent=1) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from docutils import nodes
@@ -9,7 +10,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 
 project = "kvr-mpi"
-extensions = ["myst_parser", "sphinx_external_toc"]
+extensions = ["myst_parser", "sphinx_external_toc", "sphinx_copybutton"]
 # Pages have no directives, so that they read well on git hosts; this file has their order.
 external_toc_path = "docs/_toc.yml"
 # The source folder is the project's root, so that links between all pages work on the site.
@@ -32,6 +33,10 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = project
 html_copy_source = False
+html_favicon = "favicon.svg"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+copybutton_exclude = ".linenos, .gp"
 
 
 def keep_names_of_folders(app: Sphinx, page: nodes.document) -> None:
@@ -43,6 +48,17 @@ def keep_names_of_folders(app: Sphinx, page: nodes.document) -> None:
                 link.replace_self(link.children)
 
 
+def keep_numbers_whole(app: Sphinx, page: nodes.document) -> None:
+    """Break no lines inside of numbers, intervals and numbers with a unit in tables."""
+    for cell in page.findall(nodes.entry):
+        for text in list(cell.findall(nodes.Text)):
+            whole = re.sub(r"(?<=\d)-(?=[\d.])", "\u2011", text.astext())
+            whole = re.sub(r"(?<=\d) (?=(pairs?|tokens|m?s|[KMG]i?B|Mbit/s|Gbit/s)\b)", "\u00a0", whole)
+            if whole != text and not isinstance(text.parent, nodes.literal):
+                text.parent.replace(text, nodes.Text(whole))
+
+
 def setup(app: Sphinx) -> None:
-    """Register the hook."""
+    """Register the hooks."""
     app.connect("doctree-read", keep_names_of_folders)
+    app.connect("doctree-read", keep_numbers_whole)

@@ -31,8 +31,9 @@ DATA, DRAWN = ROOT / "docs" / "data", ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- begin: (?P<name>[a-z0-9-]+) -->\n.*?<!-- end: (?P=name) -->", re.DOTALL)
 # The README's table, made of several measurements.
 SUMMARY = "summary"
-# Of the measurement in bfloat16: model and tokens.
-SUMMARISED = "SmolLM2-135M, 1024"
+# Rows of measurements that the summary shows.
+SUMMARIZED = "SmolLM2-135M, 1,024 tokens"
+GPU, GPU_SUMMARIZED = "first-token-gpu", "H200: first token, 16,384 tokens"
 NOT_MEASURED = "-"
 WIDTH = 120
 
@@ -102,8 +103,8 @@ def _bench_table(rows: Sequence[dict[str, Any]]) -> str:
         found = {row["strategy"]: row for row in rows if row["context_tokens"] == tokens}
         seconds = [f"{found[name]['ttft_s']:.2f}" if name in found else NOT_MEASURED for name in names]
         seconds[-1] = f"**{seconds[-1]}**"
-        wait = f"{100 * found[ours]['wait_s'] / found[ours]['ttft_s']:.1f} %" if ours in found else NOT_MEASURED
-        lines.append([str(tokens), *seconds, *(_ratio(found.get(name)) for name in others if name != ours), wait])
+        wait = f"{100 * found[ours]['wait_s'] / found[ours]['ttft_s']:.1f}%" if ours in found else NOT_MEASURED
+        lines.append([f"{tokens:,}", *seconds, *(_ratio(found.get(name)) for name in others if name != ours), wait])
     heads = ["tokens", *names, *(f"x {name}" for name in others if name != ours), "wait of the last rank"]
     return _table(heads, lines)
 
@@ -125,31 +126,31 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def render_summary(measured: dict[str, Measurement]) -> str:
     """Write the README's table: some of each measurement, side by side."""
-    tokens = SUMMARISED.split()[-1]
-    half = {row[1]: row[3] for row in measured["first-token-bfloat16"].rows if row[0] == SUMMARISED}
+    of_model = {dtype: measured[f"first-token-{dtype}"].rows for dtype in ("bfloat16", "float32")}
+    small = {dtype: {row[1]: row[3] for row in rows if row[0] == SUMMARIZED} for dtype, rows in of_model.items()}
     first = {row["strategy"]: row["ttft_s"] for row in measured["first-token"].rows if row["context_tokens"] == 4096}
-    of_avx2 = {row[0]: row[1] for row in measured["first-token-avx"].rows}
+    on_gpu = {row[0]: dict(zip(("kvr-mpi", "transformers"), row[1:], strict=True)) for row in measured[GPU].rows}
     names = [name for name, _ in measured["slow-links"].columns]
     links = [dict(zip(names, row, strict=True)) for row in measured["slow-links"].rows]
     (slow,) = (link for link in links if link["links"] == "100 Mbit/s")
-    named = {"kvr-s": "kvr-mpi", "single": "transformers", "ring": "ring"}
-    in_half = {name: half[engine] for name, engine in named.items() if engine in half}
+    engines = ("kvr-mpi", "transformers", "ring", "ring with our kernels")
+    strategies = ("kvr-s", "single", "ring", "ring --lend")
     rows = []
-    for what, found in (
-        *([(f"first token in bfloat16, {tokens} tokens: Zen 1", in_half)] if "kvr-s" in in_half else []),
-        ("first token, 4096 tokens: Zen 5", first),
-        ("the same: Zen 4, AVX2 only", of_avx2),
-        ("the same: Zen 5, two hosts, 100 Mbit/s", slow),
+    for what, found, columns in (
+        ("16,384 tokens, bfloat16, Llama 3.1 8B's shape: H200", on_gpu[GPU_SUMMARIZED], engines),
+        ("1,024 tokens, bfloat16: Zen 1", small["bfloat16"], engines),
+        ("1,024 tokens: Zen 1", small["float32"], engines),
+        ("4,096 tokens: Zen 5", first, strategies),
+        ("4,096 tokens: Zen 5, two hosts, 100 Mbit/s", slow, strategies),
     ):
-        ours, *others = (
-            f"{found[name]:.2f} s" if name in found else NOT_MEASURED
-            for name in ("kvr-s", "single", "ring", "tsp-causal")
-        )
+        values = [found.get(name, NOT_MEASURED) for name in columns]
+        ours, *others = (f"{value:.2f} s" if isinstance(value, float) else value for value in values)
         rows.append([what, f"**{ours}**", *others])
-    ways = {row[0].partition(":")[0].strip("`"): row[1] for row in measured["documents-an-hour"].rows}
-    what = "documents an hour, 11 transcripts of up to 8192 tokens: Zen 5"
-    rows.append([what, f"**{ways['auto']}**", str(ways["generate"]), NOT_MEASURED, NOT_MEASURED])
-    return _table(["", "kvr-mpi", "plain transformers", "ring attention", "all-gather (TSP)"], rows)
+    per_hour = {row[0].partition(":")[0].strip("`"): row[1] for row in measured["documents-an-hour"].rows}
+    what = "documents per hour, meeting transcripts: Zen 5"
+    rows.append([what, f"**{per_hour['auto']}**", str(per_hour["generate"]), NOT_MEASURED, NOT_MEASURED])
+    heads = ["first token", "kvr-mpi", "plain transformers", "ring attention", "ring, our kernels"]
+    return _table(heads, rows)
 
 
 def render_page(text: str, measured: dict[str, Measurement]) -> str:

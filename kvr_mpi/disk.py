@@ -1,7 +1,7 @@
 """Safe file access in folders where other users may create links, pipes, devices or huge files.
 
 Writing creates a new regular file, and never follows a link; reading accepts only regular files, up to a maximum size.
-File modes follow the umask. An output folder is recognised by its lock or its ``run.json``.
+File modes follow the umask. An output folder is recognized by its lock or its ``run.json``.
 
 Network file systems fail at times although nothing is wrong with a file. Opening, listing, reading, renaming and
 removing are tried again for a while (`retried`). A failed write or sync is not: the kernel reports lost data only once,

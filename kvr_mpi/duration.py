@@ -68,4 +68,4 @@ def duration_text(seconds: float) -> str:
 def expected_text(expected_s: Sequence[float]) -> str:
     """Format a forecast (low, middle, high) with its interval."""
     low, middle, high = map(duration_text, expected_s)
-    return f"{middle} ({low} to {high} in 80 % of cases)"
+    return f"{middle} ({low} to {high} in 80% of cases)"

@@ -1,4 +1,4 @@
-"""All rank arithmetic: chains, tensor-parallel groups, shared devices and neighbours.
+"""All rank arithmetic: chains, tensor-parallel groups, shared devices and neighbors.
 
 Ranks are MPI ranks. A *tensor-parallel group* consists of adjacent ranks that together hold one copy of the model's
 weights. A *chain* consists of adjacent groups that share prompts; a job has one or several adjacent chains. For each
@@ -179,7 +179,7 @@ def divides(ranks_per_chain: int, ranks: int) -> bool:
 
 
 def sends_first(rank: int) -> bool:
-    """Whether a rank sends before it receives; alternates between neighbours."""
+    """Whether a rank sends before it receives; alternates between neighbors."""
     return rank % 2 == 0
 
 

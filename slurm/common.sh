@@ -89,7 +89,7 @@ set_environment() {
         export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
     fi
     # Every rank sees all GPUs of its node and takes its own by its number there: GPU memory can be handed to a
-    # neighbour (CUDA IPC) only by processes that see both GPUs.
+    # neighbor (CUDA IPC) only by processes that see both GPUs.
     # (Not with --gpu-bind=none: under SLURM 22.05 that leaves them none at all.)
     unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TRANSFORMERS_OFFLINE=${TRANSFORMERS_OFFLINE:-1}

@@ -20,7 +20,7 @@ TRUST = {"KVR_MODEL__TRUST_REMOTE_CODE": "true"}
 def test_a_job_file_that_is_missing_or_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal(Path("no.toml")) == (
-        f"job file 'no.toml' not found (looked for {tmp_path / 'no.toml'}); kvr init writes one"
+        f"job file 'no.toml' not found: {tmp_path / 'no.toml'}; create one with kvr init"
     )
     assert re.search(f"{re.escape(str(tmp_path))}.* cannot be read.*directory", refusal(tmp_path))
     assert refusal(Path("no.jsonl")).startswith("file of requests 'no.jsonl' not found")
@@ -163,7 +163,7 @@ REFUSED = [
     ("documents.encoding=base64", "= 'base64': expected an encoding that Python knows"),
     ("documents.encoding=klingon", "= 'klingon': expected an encoding that Python knows"),
     ('documents.encoding="a\\u0000b"', "= .*expected an encoding that Python knows"),
-    ("prompt.template={}", "= {}: .*one entry or more"),
+    ("prompt.template={}", "= {}: .*at least one entry"),
     ("generation.temperature=nan", "= nan: .*a number"),
     ("generation.logprobs=21", "= 21: .*at most 20"),
     ("parallel.ranks_per_chain=0", "= 0: .*at least 1, or .*'all' or 'auto'"),

@@ -1,7 +1,7 @@
 """OpenVINO GenAI, told what to run line by line: a prompt's first token, or a whole corpus.
 
 Runs with the Python of an environment that has ``openvino-genai``; imports nothing of this package. Paged attention;
-weights, activations, keys and values in float32 or bfloat16, not quantised while it runs; nothing kept from prompt to
+weights, activations, keys and values in float32 or bfloat16, not quantized while it runs; nothing kept from prompt to
 prompt. What it computes in may be another type than it is asked for, and is told.
 """
 

@@ -112,7 +112,7 @@ class Chain:
         return self._setup.loaded.tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Tokenise text without chat template, with the tokenizer's BOS token if it has one.
+        """Tokenize text without chat template, with the tokenizer's BOS token if it has one.
 
         Raises
         ------

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvr_mpi.cli.environment import tell_libraries
+from kvr_mpi.cli.environment import configure_libraries
 from kvr_mpi.errors import EXIT_BUG, KvrError
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.transport import FailedTogetherError, Transport
@@ -27,7 +27,7 @@ def join_ranks(comm: Any = None) -> Transport:
     TransportError
         If launcher and MPI do not match, or the communicator cannot be used.
     """
-    tell_libraries()
+    configure_libraries()
     if comm is None:
         return connect()
     return comm if isinstance(comm, LocalTransport) else adopt(comm)
@@ -47,12 +47,12 @@ def ending_all(world: Transport) -> Iterator[None]:
     try:
         yield
     except FailedTogetherError as error:
-        told = error.cause or FailedTogetherError(error.exit_code, None)
+        shown = error.cause or FailedTogetherError(error.exit_code, None)
         # For a user's mistake the message is sufficient; a traceback would not help.
-        raise told.with_traceback(None if isinstance(told, KvrError) else told.__traceback__) from None
+        raise shown.with_traceback(None if isinstance(shown, KvrError) else shown.__traceback__) from None
     except Exception as error:
         if world.size > 1:
             code = error.exit_code if isinstance(error, KvrError) else EXIT_BUG
-            RankLogger(world.rank).error(f"{error}; ending all ranks, since they would wait for this one")
+            RankLogger(world.rank).error(f"{error}; ending all ranks, which would otherwise wait for this one")
             world.abort(code)
         raise

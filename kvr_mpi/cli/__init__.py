@@ -1,6 +1,6 @@
-"""The commands. Each reads its arguments, calls the package, and prints.
+"""The command line. Each command parses its arguments, calls the package and prints the result.
 
-Only click is imported here, so that ``--help`` answers at once; a command's module is imported when it runs.
+Only click is imported here, so that ``--help`` is fast; a command's module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ from kvr_mpi import __version__
 from kvr_mpi.disk import named_error
 from kvr_mpi.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USAGE, KvrError
 
-# Subcommands as grouped by `kvr --help`, with their lines in its list; each is a function in a module of the same
-# name.
+# Subcommands in the groups of `kvr --help`, with their descriptions; each is a function in a module of the same name.
 GROUPS = {
     "Getting started": {
-        "demo": "Summarise eight documents that come with kvr-mpi, with a small real model.",
-        "init": "Write a job file: which documents, which model, what to ask.",
-        "run": "Prefill, answer and store every document of a job.",
-        "status": "Show the progress of a run: done, failed, left, and its ranks.",
-        "export": "Export answers as JSON lines, CSV or Parquet, or keys and values.",
+        "demo": "Summarize eight documents that come with kvr-mpi, with a small real model.",
+        "init": "Create a job file from a folder of documents, a model and a question.",
+        "run": "Run a job: process every document and store the answers.",
+        "status": "Show the progress of a run and the state of its ranks.",
+        "export": "Export answers as JSON Lines, CSV or Parquet, or export keys and values.",
     },
-    "Every week": {
-        "doctor": "Check the machine: launcher, MPI, GPUs, links, folder, SLURM.",
-        "plan": "Show which documents would run on which chains, when, and why.",
-        "sbatch": "Submit a job to SLURM, with nodes and time from the plan.",
-        "inspect": "Show the contents of a result file, or one of its documents.",
-        "ask": "Ask stored documents new questions, without prefilling them again.",
-        "merge": "Merge the results of a run into one HDF5 file, verifying every checksum.",
+    "Everyday": {
+        "doctor": "Check the launcher, cores, GPUs, network, file system and SLURM.",
+        "plan": "Forecast the time, memory and cost of a job without running it.",
+        "sbatch": "Submit a job to SLURM; nodes and time limit come from the plan.",
+        "inspect": "Show the results of a run, or one document.",
+        "ask": "Ask new questions about stored documents without a new prefill.",
+        "merge": "Merge the results of a run into one verified HDF5 file.",
     },
-    "From time to time": {
-        "report": "Write an HTML page about a run: where the time went, and the answers.",
-        "verify": "Check that chains give the same results as one process.",
-        "search": "Measure the best slices on this machine, or how many tokens KV heads keep; write a table.",
-        "prune": "Remove stored keys and values: by document, age or size.",
+    "Occasional": {
+        "report": "Write an HTML page with the answers and timings of a run.",
+        "verify": "Compare the results of chains with those of one process.",
+        "search": "Measure the best slices on this machine, or the tokens kept by each KV head.",
+        "prune": "Remove stored keys and values by document, age or size.",
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# Commands that only the first rank runs if a launcher starts them on several ranks.
+# If a launcher starts these commands on several ranks, only the first rank runs them.
 ON_FIRST_RANK = ("demo", "init", "plan", "sbatch", "status", "inspect", "export", "merge", "report", "prune")
 
 
@@ -90,8 +89,8 @@ def group() -> None:
     """Long-document LLM batch work on HPC clusters (KV-Runahead over MPI).
 
     \b
-    kvr demo                       # a first look
-    kvr init                       # a job of your own
+    kvr demo                       # run an example
+    kvr init                       # create your own job
 
     For shell completion, add eval "$(_KVR_COMPLETE=bash_source kvr)" to ~/.bashrc; for zsh and fish, use zsh_source
     and fish_source.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvr_mpi.cli.options import command
-from kvr_mpi.cli.run import run_as_told, run_options
+from kvr_mpi.cli.run import run_options, run_with_options
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
@@ -17,28 +17,26 @@ if TYPE_CHECKING:
 
 @command()
 @click.argument("runs", type=click.Path(path_type=Path), metavar="RUN...", nargs=-1, required=True)
-@click.option(
-    "-q", "--question", "questions", multiple=True, help="A question to ask about each document; may be repeated."
-)
+@click.option("-q", "--question", "questions", multiple=True, help="Question about each document; may be repeated.")
 @click.option(
     "--questions",
     "file",
     metavar="FILE",
-    help="A file of questions: one per line, or .jsonl with the fields id and question.",
+    help="File with questions: one per line, or .jsonl rows with the fields id and question.",
 )
 @click.option(
     "--doc",
     "documents",
     multiple=True,
     metavar="ID",
-    help="Ask about this document only; may be repeated.  [default: all documents]",
+    help="Ask only about this document; may be repeated.  [default: all documents]",
 )
 @click.option(
     "-o",
     "--output",
     metavar="FOLDER",
     help="Folder for the answers.  [default: RUN-answers beside RUN, and RUN-answers-2 and so on for later questions; "
-    "--resume and --overwrite use the last one]",
+    "--resume and --overwrite use the latest]",
 )
 @run_options
 def ask(**given: Any) -> int:
@@ -47,36 +45,36 @@ def ask(**given: Any) -> int:
     \b
     mpirun -n 4 kvr ask runs/reports -q "Who is responsible?" -q "What does it cost?"
 
-    A question follows the document in its stored prompt; only the question is prefilled. Answers are ordinary results,
-    one record for each document and question, in a separate folder: kvr inspect, export and status read them. The
-    number of ranks may differ from that of the run that stored the keys and values. A job file with a section
+    The question is appended to the stored prompt of each document, and only the question is prefilled. The answers are
+    stored in a separate folder with one record per document and question; kvr inspect, export and status read them.
+    The number of ranks may differ from that of the run that stored the keys and values. A job file with a section
     [questions] does the same under kvr-run. Exit codes are those of kvr run.
 
     \b
     --set generation.max_new_tokens=500   longer answers (default: 128)
-    --set parallel.ranks_per_chain=all    documents too large for one rank: shard each over the ranks
-    --set model.path=FOLDER               the model has been moved
+    --set parallel.ranks_per_chain=all    shard each document over all ranks, if it is too large for one
+    --set model.path=FOLDER               use this folder, if the model was moved
     """  # noqa: D301
-    wishes = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output")}
+    arguments = {name: given.pop(name) for name in ("runs", "questions", "file", "documents", "output")}
     continues = given["resume"] or given["overwrite"]
-    return run_as_told("kvr ask", given, lambda settings: _make_job(wishes, settings, continues))
+    return run_with_options("kvr ask", given, lambda settings: _make_job(arguments, settings, continues))
 
 
-def _make_job(wishes: dict[str, Any], settings: Any, continues: bool = False) -> tuple[JobSpec, dict[str, str]]:
+def _make_job(arguments: dict[str, Any], settings: Any, continues: bool = False) -> tuple[JobSpec, dict[str, str]]:
     """Convert the arguments to a job."""
     from kvr_mpi.job import make_job
     from kvr_mpi.stored.asking import stored_header
 
-    runs: tuple[Path, ...] = wishes["runs"]
+    runs: tuple[Path, ...] = arguments["runs"]
     made_by = stored_header("documents.path", list(map(str, runs))).model
-    questions: dict[str, Any] = {"ask": _named(wishes["questions"], wishes["file"])}
-    if wishes["documents"]:
-        questions["documents"] = list(wishes["documents"])
+    questions: dict[str, Any] = {"ask": _named(arguments["questions"], arguments["file"])}
+    if arguments["documents"]:
+        questions["documents"] = list(arguments["documents"])
     raw: dict[str, Any] = {
         "model": {"path": made_by["name"]} | ({} if "adapter" not in made_by else {"adapter": made_by["adapter"]}),
         "documents": {"path": list(map(str, runs))},
         "questions": questions,
-        "output": {"path": wishes["output"] or _answers_folder(runs[0], continues)},
+        "output": {"path": arguments["output"] or _answers_folder(runs[0], continues)},
     }
     return make_job(raw, Path("kvr ask"), settings)
 
@@ -102,6 +100,6 @@ def _named(questions: Sequence[str], file: str | None) -> dict[str, str] | list[
     given, more = number_questions(questions), read_questions(Path(file))
     if twice := given.keys() & more.keys():
         raise click.UsageError(
-            f"{file} and --question both have a question {min(twice)!r}: give those in the file other names (their id)"
+            f"{file} and --question both define question {min(twice)!r}: choose another id in the file"
         )
     return {**given, **more}

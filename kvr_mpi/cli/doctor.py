@@ -24,13 +24,13 @@ def doctor(
     as_json: bool,
     share_gpu: bool,
 ) -> int:
-    """Examine the launcher, MPI, GPUs, links, folder and batch system, and suggest remedies.
+    """Check the launcher, MPI, GPUs, links, folder and batch system, and suggest fixes.
 
     \b
     mpirun -n 8 kvr doctor job.toml
     srun --mpi=pmi2 kvr doctor --json
 
-    With JOB, its output folder is tested; without it, the current folder.
+    With JOB, the doctor tests its output folder; otherwise, the current folder.
 
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301

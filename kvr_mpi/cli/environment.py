@@ -68,16 +68,16 @@ def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
     return value.upper() in TRUE_VALUES if value else batch_job(environ) is not None
 
 
-def tell_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
+def configure_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set defaults for CUDA, torch and oneDNN that the user has not set.
 
-    Call it before MPI is initialised, since some MPIs open a GPU then.
+    Call it before MPI is initialized, since some MPIs open a GPU then.
 
     CUDA then loads all kernels when it starts. Loading a kernel at its first use, which is torch's default, waits for
     all work on the GPU, including NCCL transfers whose peer may be waiting for this rank.
 
     torch would warn about each pair of ranks that NCCL connects, since it expects collectives; a chain sends to its
-    neighbours only.
+    neighbors only.
 
     oneDNN then caches 64 kernels, not 1024. It makes one for each number of rows in a product, which differs between
     packed rows of prompts: with 1024, the memory of a rank grew by 70 MB over 30,000 tiny documents.

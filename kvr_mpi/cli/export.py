@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
     default="jsonl",
     show_default=True,
-    help="Output format; csv: answers, errors, finish_reason, coverage and the fields that the job requested; other "
-    "formats: all fields; openai-batch: responses to the requests of a job with documents.format = 'openai-batch'.",
+    help="Output format; csv: answers, errors, finish_reason, coverage and the fields that the job requested; "
+    "openai-batch: responses for jobs with documents.format = 'openai-batch'; other formats: all fields.",
 )
 @click.option(
     "-o",
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 @click.option(
     "--kv",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Instead, write keys and values into this folder, one safetensors file per document.",
+    help="Write keys and values to this folder instead, one safetensors file per document.",
 )
 @click.option(
     "--fields",
     metavar="NAME,...",
-    help="Write only these fields, in this order: --fields id,answer; columns.NAME is a column of the documents' rows.",
+    help="Write only these fields, in this order: --fields id,answer; columns.NAME is a field of the document's row.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 @click.option(
     "--status",
     type=click.Choice(["done", "error"]),
-    help="Export only documents that are done, or only those that failed.",
+    help="Export only finished or only failed documents.",
 )
 def export(
     paths: tuple[Path, ...],
@@ -61,7 +61,7 @@ def export(
     """Write the answers in FILE, one row per document, ordered by id.
 
     FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array); several of
-    them become one table. If shares are missing, they are listed, and the exit code is 65.
+    them are combined into one table. If shares are missing, the command lists them and exits with 65.
     """
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK
     from kvr_mpi.store.results import open_results
@@ -69,11 +69,11 @@ def export(
     from kvr_mpi.store.targets import check_file
 
     if kv is not None and output is not None:
-        raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: give only one")
+        raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: choose one")
     if fields is not None and (kv is not None or kind == "openai-batch"):
         raise click.UsageError("--fields applies to --format jsonl, csv and parquet")
     if output is None and kv is None and kind == "parquet":
-        raise click.UsageError("Parquet is a binary format: name a file with -o FILE")
+        raise click.UsageError("Parquet is a binary format: specify a file with -o FILE")
     if output is not None:
         check_file(output, overwrite=overwrite, reads=paths)
     results = open_results(*paths, verify=False, partial=True)  # records are verified when they are read
@@ -88,7 +88,7 @@ def export(
         click.echo(f"Warning: {tell_missing(results.missing)}", err=True)
     elif results.left:
         click.echo(
-            f"Warning: the run is not finished: {counted(results.left, 'document')} left; see `kvr status {paths[0]}`",
+            f"Warning: the run is not finished: {counted(results.left, 'document')} left; see kvr status {paths[0]}",
             err=True,
         )
     return EXIT_BAD_DATA if results.missing else EXIT_OK

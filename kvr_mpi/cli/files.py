@@ -24,7 +24,7 @@ def find_shipped(folder: str, name: str) -> Path:
         if place.is_file():
             return place
     raise ConfigError(
-        f"{folder}/{name} was not installed with kvr-mpi (looked for {', '.join(map(str, places))}); reinstall kvr-mpi"
+        f"{folder}/{name} was not installed with kvr-mpi (searched: {', '.join(map(str, places))}); reinstall kvr-mpi"
     )
 
 

@@ -16,13 +16,13 @@ import click
 from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command
 
-ASK = "Summarise this document in one paragraph. Keep names, dates and numbers."
+ASK = "Summarize this document in one paragraph. Keep names, dates and numbers."
 # Placeholder for the document in a template.
 TEXT = "{text}"
 # Number of documents to read, to list those that cannot be processed.
-LOOKED_AT = 200
-# Number of readable documents in the proposed trial.
-TRIED = 2
+SAMPLED = 200
+# Number of readable documents in the suggested trial run.
+TRIAL_DOCUMENTS = 2
 
 JOB = """\
 # Check the plan, then run the job:
@@ -34,28 +34,28 @@ JOB = """\
 
 [model]
 path = {model}
-# dtype = "float32"       # default: the model's own
+# dtype = "float32"       # default: the dtype of the checkpoint
 
 [documents]
-path = [{corpus}]  # folders, globs or files: .txt .md .jsonl .jsonl.gz .parquet
+path = [{corpus}]  # folders, globs or files: .txt .md .jsonl .csv .parquet
 {id_mark}id_field = {id_field}  # in rows (JSONL, Parquet): the field with the document's id,
 {text_mark}text_field = {text_field}  # and the field with its text
-# limit = 10              # only the first 10 documents, to try things out
+# limit = 10              # process only the first 10 documents
 
 [prompt]
 template = {template}
 # system = "You write accurate summaries."  # needs a model with a chat template
-too_long = "split"        # longer than the context: answer in parts, then combine; or keep-head, error
+too_long = "split"        # longer than the context: answer parts, then combine; or keep-head, error
 
 [generation]
 max_new_tokens = {max_new_tokens}      # maximum length of an answer; 0: prefill only
-# temperature = 0.7       # sample; default: greedy, the same answers every time
-{penalty_mark}repetition_penalty = 1.05  # for small models, which otherwise repeat themselves
+# temperature = 0.7       # sample; default: greedy, with the same answers every time
+{penalty_mark}repetition_penalty = 1.05  # small models repeat themselves without it
 
 [output]
 path = {output}
-# kv = true               # store keys and values: `kvr ask` can then ask again without a new prefill
-{failed_mark}max_failed = {max_failed}  # documents that may fail before the exit code is an error; default: 0
+# kv = true               # store keys and values, so that `kvr ask` needs no new prefill
+{failed_mark}max_failed = {max_failed}  # failed documents allowed for exit code 0; default: 0
 """
 # Questions whose answers are short or long, and the lengths of answers in tokens.
 SHORT_ANSWER = re.compile(r"yes or no|(one|a single|few) words?\b|true or false", re.IGNORECASE)
@@ -75,8 +75,8 @@ FOLDER_BYTES, GGUF_BYTES = 2.0, 0.6
 @click.option(
     "--ask",
     metavar="TEXT",
-    help=r"The question about each document, which follows its text, unless {text} marks where the text goes; \n is a "
-    "line break.",
+    help=r"Question about each document. It follows the document's text, unless {text} marks the place of the text; \n "
+    "is a line break.",
 )
 @click.option(
     "--text-field", default="text", show_default=True, help="In JSONL and Parquet files: the field with the text."
@@ -94,13 +94,13 @@ def init(
     id_field: str,
     output: str | None,
 ) -> None:
-    """Write the job file JOB (job.toml), with a comment for every setting you may want to change.
+    """Create the job file JOB (job.toml), with a comment for each setting that you may want to change.
 
     \b
-    kvr init                                          # asks three questions
+    kvr init                                          # interactive
     kvr init minutes.toml --corpus minutes/ --model /models/mine --ask "Which decisions were taken?"
 
-    The corpus and the model are checked first, as `kvr-run` would do. An existing file is never overwritten.
+    kvr init first checks the corpus and the model, as kvr-run does. It never overwrites a file.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.documents import describe_others, read_corpus
@@ -110,7 +110,7 @@ def init(
     from kvr_mpi.preflight.inputs import row_format
 
     if job.exists():
-        raise OutputError(f"{job} already exists and is not overwritten; choose another name")
+        raise OutputError(f"{job} already exists; choose another name")
     corpus, model, ask = _complete(corpus, model, ask)
     wanted = {
         "model": model,
@@ -130,29 +130,29 @@ def init(
     check_job(spec, 1, offline=is_offline())
     if others := find_others(spec):
         click.echo(describe_others(others))
-    documents = [*read_corpus(spec.documents.path, rows=row_format(spec), limit=LOOKED_AT)]
+    documents = [*read_corpus(spec.documents.path, rows=row_format(spec), limit=SAMPLED)]
     if errors := {document.id: document.error for document in documents if document.error is not None}:
-        click.echo(f"{counted(len(errors), 'document')} of the first {len(documents)} will have error records:")
+        click.echo(f"{len(errors)} of the first {counted(len(documents), 'document')} cannot be processed:")
         click.echo(listed(errors))
         text, _ = _write(
-            job, wanted, {**marks, **_allow_failures(len(errors), len(documents), whole=len(documents) < LOOKED_AT)}
+            job, wanted, {**marks, **_allow_failures(len(errors), len(documents), whole=len(documents) < SAMPLED)}
         )
     with writing_file(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
     if is_small:
-        click.echo("this model is small: expect mistakes; docs/planning.md lists larger models by memory")
-    readable = [number for number, document in enumerate(documents, 1) if document.error is None][:TRIED]
+        click.echo("warning: small models make many mistakes; docs/planning.md lists larger models by memory")
+    readable = [number for number, document in enumerate(documents, 1) if document.error is None][:TRIAL_DOCUMENTS]
     if not readable:
-        click.echo(f"{job} written, but none of these documents can be read")
+        click.echo(f"wrote {job}, but none of these documents can be read")
         return
     # Use a separate output folder, so that answers of a trial are not taken for those of the job.
     limit, failed = readable[-1], readable[-1] - len(readable)
     settings = [f"documents.limit={limit}", f"output.path={wanted['output']}-try"]
     settings += [f"output.max_failed={failed}"] * (failed > 0)
     words = ["kvr-run", str(job), *(word for setting in settings for word in ("--set", setting))]
-    among = f", among the first {limit}" if failed else ""
+    among = f" of the first {limit}" if failed else ""
     click.echo(
-        f"{job} written; try it with {counted(len(readable), 'document')}{among}:\n  mpirun -n 2 {shlex.join(words)}"
+        f"wrote {job}; try it with {counted(len(readable), 'document')}{among}:\n  mpirun -n 2 {shlex.join(words)}"
     )
 
 
@@ -164,7 +164,7 @@ def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[s
 
     missing = [name for name, value in (("--corpus", corpus), ("--model", model)) if value is None]
     if missing and not _is_terminal():
-        raise click.UsageError(f"{' and '.join(missing)}: required, since there is no terminal for questions")
+        raise click.UsageError(f"{' and '.join(missing)}: required, since there is no terminal to ask")
 
     def question(text: str, check: Callable[[str], object]) -> str:
         """Ask until the answer is valid."""
@@ -183,7 +183,7 @@ def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[s
     if model is None:
         model = question("Which model (folder, .gguf file, or id on the hub)?", find_model)
     if ask is None:
-        ask = ASK if not missing else click.prompt("What is the question about each document?", default=ASK)
+        ask = ASK if not missing else click.prompt("What do you want to ask about each document?", default=ASK)
     return corpus, model, ask
 
 
@@ -195,7 +195,7 @@ def _answer_tokens(ask: str) -> int:
 
 
 def _parameters(model: str) -> float | None:
-    """Return about how many parameters a model has, from its name or its files; None if neither tells."""
+    """Return about how many parameters a model has, from its name or its files; None if unknown."""
     from kvr_mpi.errors import KvrError
     from kvr_mpi.model import find_model
 
@@ -221,7 +221,7 @@ def _own_penalty(model: str) -> object:
 
 
 def _allow_failures(failed: int, among: int, *, whole: bool) -> dict[str, str]:
-    """Return max_failed for documents that cannot be read: their number, or a percentage if not all were looked at."""
+    """Return max_failed for documents that cannot be read: their number, or a percentage if not all were read."""
     if not failed:
         return {"max_failed": '"1%"', "failed_mark": "# "}
     return {"max_failed": str(failed) if whole else f'"{math.ceil(100 * failed / among)}%"', "failed_mark": ""}

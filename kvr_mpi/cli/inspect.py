@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 @click.argument("path", type=click.Path(path_type=Path), metavar="FILE")
 @click.argument("document", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--errors", is_flag=True, help="List all documents that failed, with their errors.")
+@click.option("--errors", is_flag=True, help="List all failed documents with their errors.")
 def inspect(path: Path, document: str | None, as_json: bool, errors: bool) -> None:
-    """Show the contents of FILE, or one DOCUMENT in it.
+    """Show the results in FILE, or one DOCUMENT.
 
     FILE is a result file, the output folder of a run, or a folder of such folders (the shares of an array).
-    Checksums of all that is shown, keys and values included, are verified first.
+    The command first verifies the checksums of everything that it shows, including keys and values.
     """
     if document is not None and errors:
-        raise click.UsageError("--errors lists all documents that failed: leave DOCUMENT out")
+        raise click.UsageError("--errors lists all failed documents: omit DOCUMENT")
     if document is not None:
         _show_document(path, document, as_json)
     elif errors:
@@ -64,8 +64,8 @@ def _show_run(path: Path, as_json: bool) -> None:
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")
     compress = header.identity.get("compress")
     if isinstance(compress, dict):
-        told = sorted(compress.items(), key=lambda item: item[0] != "method")
-        click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in told if value is not None)}")
+        shown = sorted(compress.items(), key=lambda item: item[0] != "method")
+        click.echo(f"compress  {', '.join(f'{name} {value}' for name, value in shown if value is not None)}")
     if cache := header.identity.get("cache"):
         click.echo(f"cache     {cache}")
     if results.costs:
@@ -92,7 +92,7 @@ def _show_errors(path: Path, as_json: bool) -> None:
         return
     for name, error in found:
         click.echo(f"{printable(name, '')}: {printable(' '.join(error.split()), '')}")
-    click.echo("\n".join([f"\n{len(found)} failed", *(f"  {line}" for line in reason_lines(reasons))]).lstrip("\n"))
+    click.echo("\n".join([f"\n{len(found):,} failed", *(f"  {line}" for line in reason_lines(reasons))]).lstrip("\n"))
 
 
 def _show_document(path: Path, document: str, as_json: bool) -> None:
@@ -115,7 +115,7 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
     for name, value in {**record.as_dict(), **record.computed}.items():
         if name in ASKED_FOR and name in LONG:
             there = record.as_json()[name]
-            click.echo(f"{name:21} {len(there)}, shown by --json" if there else "", nl=bool(there))
+            click.echo(f"{name:21} {len(there)}, see --json" if there else "", nl=bool(there))
         elif name not in ("answer", "token_ids") and value:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value)
             click.echo(f"{name:21} {printable(shown)}")
@@ -130,7 +130,7 @@ def _show_document(path: Path, document: str, as_json: bool) -> None:
     for volume in dict.fromkeys(piece.path for piece in place.pieces):
         click.echo(f"{'kv stored in':21} {volume}")
     if record.status == "done":
-        click.echo("\n" + _wrapped(printable(_told_whole(record).replace("\r\n", "\n"))))
+        click.echo("\n" + _wrapped(printable(_all_answers(record).replace("\r\n", "\n"))))
 
 
 def _wrapped(text: str) -> str:
@@ -144,7 +144,7 @@ def _wrapped(text: str) -> str:
     return "\n".join(line.plain.rstrip() for line in Text(text).wrap(Console(width=width), width))
 
 
-def _told_whole(record: Record) -> str:
+def _all_answers(record: Record) -> str:
     """Return all answers of a document, or the scores of its continuations."""
     answers = [one["answer"] for one in record.sampled]
     if not answers:

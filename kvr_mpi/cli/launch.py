@@ -29,7 +29,7 @@ def run_guarded(world: Transport, work: Callable[[], int], level: Level = "norma
     from kvr_mpi.transport import FailedTogetherError
     from kvr_mpi.transport.liveness import heartbeat
 
-    _show_stacks_when_asked()
+    _dump_stacks_on_signal()
     show_log(level, world.rank)
     logger = RankLogger(world.rank)
 
@@ -37,7 +37,7 @@ def run_guarded(world: Transport, work: Callable[[], int], level: Level = "norma
         if isinstance(error, KvrError):
             logger.error(str(error))
         else:
-            logger.error("this is a bug in kvr-mpi, or a machine failure:", exc_info=error)
+            logger.error("bug in kvr-mpi, or failure of the machine:", exc_info=error)
         logger.end(code, meaning=getattr(error, "meaning", ""))
 
     def end(error: TransportError) -> None:
@@ -62,7 +62,7 @@ def run_guarded(world: Transport, work: Callable[[], int], level: Level = "norma
         return code
 
 
-def _show_stacks_when_asked() -> None:
+def _dump_stacks_on_signal() -> None:
     """Write all threads' stacks to standard error on ``SIGUSR1``, to diagnose a hanging rank."""
     import faulthandler
     import signal

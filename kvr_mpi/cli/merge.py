@@ -16,21 +16,21 @@ from kvr_mpi.cli.options import command
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write; nothing in DIR is changed.  [default: DIR/results.h5, which replaces the logs]",
+    help="File to write, without changes to DIR.  [default: DIR/results.h5, which replaces the logs]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the file given with -o if it exists.")
+@click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
 @click.option(
     "--shares",
     type=click.IntRange(1),
     metavar="N",
-    help="Expected number of DIRs; if there are fewer, the exit code is 65.",
+    help="Expected number of folders; with fewer, the exit code is 65.",
 )
 def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, shares: int | None) -> int:
     """Merge all documents in DIR, the output folder of a run, into one HDF5 file.
 
-    Every record, and all keys and values, are read and verified. Not possible while a job is writing to DIR. Several
-    DIRs, or a folder of such folders (the shares of an array), need -o. If shares or documents are missing, they are
-    listed, the exit code is 65, and without -o nothing is merged.
+    All records, keys and values are read and verified. DIR cannot be merged while a job is writing to it. Several
+    folders, or a folder of such folders (the shares of an array), require -o. If shares or documents are missing, the
+    command lists them and exits with 65; without -o, nothing is merged.
     """
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.cli.log_lines import show_log
@@ -49,7 +49,7 @@ def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, share
         check_file(output, overwrite=overwrite)
     runs, lost = find_runs(folders)
     if output is None and runs != folders[:1]:
-        raise click.UsageError(f"{len(runs)} runs to merge: name a file with -o FILE")
+        raise click.UsageError(f"{len(runs)} runs to merge: specify the output file with -o FILE")
     owner = read_owner()
     show_log()
     with ExitStack() as locks:

@@ -23,12 +23,12 @@ set_option = click.option(
     metavar="SECTION.KEY=VALUE",
     help=r"Override a setting of the job file; \n in a template is a line break.",
 )
-overwrite_option = click.option("--overwrite", is_flag=True, help="Delete the results in the output folder first.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Delete existing results in the output folder first.")
 resume_option = click.option(
     "--resume",
     is_flag=True,
-    help="Continue from the results in the output folder, and never delete them. This is the default; documents that "
-    "have changed since are answered again.",
+    help="Continue from the results in the output folder, which are never deleted. This is the default; changed "
+    "documents are answered again.",
 )
 overwrite_file_option = click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 optional_job_argument = click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
@@ -59,7 +59,7 @@ def load_model_job(job: Path | None, settings: Sequence[str]) -> JobSpec:
         )
         if unknown := [key for key, is_used in whole if is_used]:
             raise ConfigError(
-                f"{job} sets {', '.join(unknown)}, which this command does not support: leave the job out, and "
+                f"{job} sets {', '.join(unknown)}, which this command does not support: omit the job, and "
                 "give a whole model with --set model.path=PATH"
             )
         return spec
@@ -85,7 +85,7 @@ def grouped(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 def check_fresh_or_resumed(*, overwrite: bool, resume: bool) -> None:
     """Refuse ``--overwrite`` together with ``--resume``, with `click.UsageError`."""
     if overwrite and resume:
-        raise click.UsageError("--overwrite deletes what --resume continues from: give only one")
+        raise click.UsageError("--overwrite deletes what --resume continues from: choose one")
 
 
 def parse_names(text: str) -> list[str]:

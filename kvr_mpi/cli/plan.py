@@ -32,13 +32,13 @@ node_options = grouped(
     click.option(
         "--ntasks-per-node",
         type=click.IntRange(1),
-        help="Ranks on each node.  [default: the largest divisor of --ranks up to 4, or up to the ranks per host of "
-        "the hardware profile]",
+        help="Ranks per node.  [default: the largest divisor of --ranks up to 4, or up to the ranks per host of the "
+        "hardware profile]",
     ),
     click.option(
         "--gpus-per-node",
         type=click.IntRange(0),
-        help="GPUs on each node.  [default: one per rank if the job or the hardware profile uses GPUs, else 0]",
+        help="GPUs per node.  [default: one per rank if the job or the hardware profile uses GPUs, else 0]",
     ),
     click.option(
         "--cpus-per-task",
@@ -52,21 +52,18 @@ node_options = grouped(
 @click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @set_option
 @click.option(
-    "--ranks", type=click.IntRange(1), help="Ranks the job will have.  [default: the ranks of this allocation]"
+    "--ranks", type=click.IntRange(1), help="Number of ranks to plan for.  [default: the ranks of this allocation]"
 )
-@click.option("--tokens", metavar="N,...", help="Instead of a job, forecast prompts of these lengths, such as 64k.")
-@click.option(
-    "--model", help="With --tokens: a shape known by name (Llama 3.1 8B), a model folder, .gguf file or hub id."
-)
+@click.option("--tokens", metavar="N,...", help="Forecast prompts of these lengths instead of a job, such as 64k.")
+@click.option("--model", help="With --tokens: a named shape (Llama 3.1 8B), a model folder, .gguf file or hub id.")
 @click.option(
     "--hardware",
     metavar="NAME_OR_FILE",
-    help="Speed of a rank: a hardware profile, such as h200, a JSON file with the same keys, or a lookup table or "
-    "a folder of them.  [default: the table of parallel.partition, or the speed recorded by earlier jobs "
-    "with its model here]",
+    help="Speed of a rank: a hardware profile such as h200, a JSON file with the same keys, or a lookup table or a "
+    "folder of tables.  [default: the table of parallel.partition, or the speed of earlier jobs with this model]",
 )
 @node_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON that includes every document.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with every document.")
 def plan(
     job: Path | None,
     settings: tuple[str, ...],
@@ -77,15 +74,15 @@ def plan(
     as_json: bool,
     **node: int | None,
 ) -> None:
-    """Show which documents of JOB would run on which chains of ranks, when, for how long and why.
+    """Forecast JOB: which documents run on which ranks, when and for how long, and why.
 
     \b
     kvr plan jobs/summarize.toml --ranks 64 --hardware h200
     kvr plan --tokens 64k --model "Llama 3.1 8B" --hardware h200 --ranks 8
 
-    With --tokens, it shows the seconds to the first token on 1 to --ranks ranks.
+    With --tokens, print the time to first token on 1 to --ranks ranks.
 
-    Chains are as long as parallel.ranks_per_chain says. With "auto", a job follows such a plan, with costs measured
+    Chains are as long as parallel.ranks_per_chain says. With "auto", a job follows such a plan, based on costs measured
     on its own ranks. With parallel.tensor_parallel = n, the plan is for groups of n ranks.
     """  # noqa: D301
     from kvr_mpi.documents import describe_others
@@ -98,17 +95,17 @@ def plan(
     count = ranks or (launched_size(os.environ) or ("", 0))[1]
     if job is None:
         if model is None or not count:
-            raise click.UsageError("--tokens needs --model and --ranks, such as --model 'Llama 3.1 8B' --ranks 8")
+            raise click.UsageError("--tokens requires --model and --ranks, such as --model 'Llama 3.1 8B' --ranks 8")
         _plan_prompts(parse_numbers("--tokens", str(tokens)), model, hardware, count, as_json=as_json)
         return
     spec, _ = load_job(job, settings)
     if not count:
-        raise ConfigError("--ranks is missing, and there is no allocation to take it from: give it, such as --ranks 8")
+        raise ConfigError("the number of ranks is unknown outside an allocation: specify it, such as --ranks 8")
     nodes = allocation_of(spec, count, hardware, **node)
     made = plan_here(spec, count, hardware)
     found, forecast, outline = made.schedule, made.forecast, made.outline
     if as_json:
-        told = {
+        summary = {
             **{name: value for name, value in asdict(found).items() if isinstance(value, int | float)},
             "data_parallel_s": found.data_parallel_s,
             "fixed_s": {str(length): seconds for length, seconds in found.fixed_s},
@@ -124,27 +121,27 @@ def plan(
             "kv_bytes": made.kv_bytes,
             "errors": made.errors,
         }
-        click.echo(json.dumps(told, indent=1))
+        click.echo(json.dumps(summary, indent=1))
         return
     click.echo(f"model      {outline.name} ({outline.shape.architecture}, {str(outline.dtype).removeprefix('torch.')})")
     click.echo(f"costs      {forecast.source}")
     if forecast.rolling is not None:
         click.echo(f"cache      {forecast.rolling.name}")
-    click.echo(f"corpus     {len(made.texts)} documents, {made.counted}")
+    click.echo(f"corpus     {len(made.texts):,} documents, {made.counted}")
     if made.others:
         click.echo(f"           {describe_others(made.others)}")
     click.echo("")
     if made.tensor_parallel > 1:
         click.echo(
-            f"each rank below is a tensor-parallel group of {made.tensor_parallel} ranks: {made.ranks} ranks in total\n"
+            f"each rank below is a tensor-parallel group of {made.tensor_parallel} ranks; total: {made.ranks} ranks\n"
         )
     _print_rows(found, forecast)
     _print_summary(made)
     if stored := made.describe_stored():
         click.echo(stored)
-    click.echo(f"the plan takes {nodes.hours(found.makespan_s)} on {counted(nodes.nodes, 'node')}")
+    click.echo(f"cost: {nodes.hours(found.makespan_s)} on {counted(nodes.nodes, 'node')}")
     if made.expected is None:
-        click.echo(f"not included: the time to start and to load the model; kvr sbatch adds {duration_text(START_S)}")
+        click.echo(f"not included: startup and loading the model; kvr sbatch adds {duration_text(START_S)}")
     else:
         click.echo(f"expected: {made.expected}")
 
@@ -163,11 +160,11 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
         click.echo(json.dumps(about | {"rows": [row.as_json() for row in rows]}, indent=1))
         return
     click.echo(f"{work.name} on {profile.name} ({profile.source})")
-    click.echo(f"links of {costs.link_bytes_per_s / 1e9:g} GB/s; a forecast, nothing was run\n")
+    click.echo(f"link bandwidth {costs.link_bytes_per_s / 1e9:g} GB/s; forecast, not measured\n")
     columns = ("tokens", "ranks", "first token", "efficiency", "slices")
     shown = [
         (
-            str(row.context_tokens),
+            f"{row.context_tokens:,}",
             str(row.ranks),
             f"{row.ttft_s:.3g} s",
             f"{row.efficiency:.2f}",
@@ -176,7 +173,7 @@ def _plan_prompts(contexts: list[int], model: str, hardware: str | None, ranks: 
         for row in rows
     ]
     print_table(columns, shown)
-    click.echo("\nfirst token: of a chain with the best slices; efficiency: 1 if p ranks are p times as fast as one")
+    click.echo("\nfirst token: with the best slices; efficiency: speedup divided by the number of ranks")
 
 
 def plan_here(spec: JobSpec, ranks: int, hardware: str | None) -> PlannedJob:
@@ -219,17 +216,17 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
     from kvr_mpi.report.table import documents_table, open_console
 
     table = documents_table(("tokens", "on ranks", "slices", "start", "first token", "end", "memory"))
-    table.add_column("why", overflow="fold", ratio=1)
+    table.add_column("reason", overflow="fold", ratio=1)
     rows = sorted(found.placements, key=lambda place: (place.start_s, place.first_rank))
     for place in rows[:SHOWN_ROWS]:
         row = _columns(place, forecast)
         lengths = [str(b - a) for a, b in zip(row["slices"], row["slices"][1:], strict=False)]
         slices = "+".join(lengths if len(lengths) <= 4 else [*lengths[:2], "...", lengths[-1]])
-        chunked = "" if row["chunk_tokens"] is None else f"; in chunks of {row['chunk_tokens']} tokens"
+        chunked = "" if row["chunk_tokens"] is None else f"; in chunks of {row['chunk_tokens']:,} tokens"
         last = place.first_rank + place.ranks - 1
         table.add_row(
             Text(printable(place.id)),
-            str(place.tokens),
+            f"{place.tokens:,}",
             str(last) if place.ranks == 1 else f"{place.first_rank}-{last}",
             slices if row["prompts"] < 2 else f"{row['prompts']} prompts",
             duration_text(place.start_s),
@@ -240,9 +237,9 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
         )
     open_console(max(120, shutil.get_terminal_size((150, 24)).columns)).print(table)
     if len(rows) > SHOWN_ROWS:
-        click.echo(f"... and {len(rows) - SHOWN_ROWS} more; --json prints all")
+        click.echo(f"... and {len(rows) - SHOWN_ROWS:,} more; --json prints all")
     for name, _, why in found.does_not_fit:
-        click.echo(f"FITS NOWHERE: {printable(name)}: {why}")
+        click.echo(f"does not fit in memory: {printable(name)}: {why}")
 
 
 def _print_summary(made: PlannedJob) -> None:
@@ -257,24 +254,24 @@ def _print_summary(made: PlannedJob) -> None:
     if 2 * prefill_s < found.makespan_s:
         share, floor = 100 - 100 * prefill_s / found.makespan_s, duration_text(forecast.answer_s)
         click.echo(
-            f"{share:.0f} % of the time goes into generating answers of {forecast.new_tokens} tokens, which takes at "
-            f"least {floor} on any number of ranks; a lower generation.max_new_tokens shortens it"
+            f"{share:.0f}% of the time is spent on answers of {forecast.new_tokens:,} tokens, which take at least "
+            f"{floor} on any number of ranks; lower generation.max_new_tokens for a faster job"
         )
     if made.errors:
-        click.echo(f"{counted(len(made.errors), 'document')} will have error records:")
+        click.echo(f"{counted(len(made.errors), 'document')} cannot be processed:")
         click.echo(listed(made.errors))
     if forecast.more or forecast.apart:
         saved_s = sum(forecast.saved_s(place.tokens, place.ranks) for place in found.placements)
-        prompts = f"{1 + len(forecast.more) + forecast.apart} prompts about each document"
-        apart = f"; {counted(forecast.apart, 'prompt')} by itself" if forecast.apart else ""
-        click.echo(f"{prompts}: prefilling it once saves {duration_text(saved_s)} of prefill on its ranks{apart}")
+        prompts = f"{1 + len(forecast.more) + forecast.apart} prompts per document"
+        apart = f"; {counted(forecast.apart, 'prompt')} prefilled separately" if forecast.apart else ""
+        click.echo(f"{prompts}: a shared prefill saves {duration_text(saved_s)} on its ranks{apart}")
     others = [count for count in (found.ranks // 2, found.ranks * 2) if 0 < count <= COMPARED_RANKS]
     times = [(count, plan_documents(spec, texts, count, forecast).makespan_s) for count in others]
     times.append((found.ranks, found.makespan_s))
     hours = {count: count * made.tensor_parallel * seconds / 3600 for count, seconds in times}
     shown = {count: f"{spent:.2g}" if spent < 10 else f"{spent:.0f}" for count, spent in hours.items()}
-    costs = [f"{count}: {duration_text(seconds)} ({shown[count]} rank hours)" for count, seconds in sorted(times)]
-    click.echo("by number of ranks: " + "; ".join(costs))
+    costs = [f"{count}: {duration_text(seconds)} ({shown[count]} rank-hours)" for count, seconds in sorted(times)]
+    click.echo("time by number of ranks: " + "; ".join(costs))
     if not spec.planned and spec.takes_chains:
         can_plan = made.tensor_parallel == 1 and not spec.prompts
         if made.written_s is None:

@@ -23,15 +23,15 @@ from kvr_mpi.errors import counted
 @click.option(
     "--older-than",
     metavar="TIME",
-    help="Remove those of documents that finished longer ago than this: 12h, 30d, or a number of days.",
+    help="Remove those of documents that finished before this time: 12h, 30d, or a number of days.",
 )
-@click.option("--keep", metavar="SIZE", help="Remove the oldest until at most this much is left: 500G, 1.5T, or bytes.")
-@click.option("--dry-run", is_flag=True, help="Show what would be removed, and exit.")
+@click.option("--keep", metavar="SIZE", help="Remove the oldest until at most this size remains: 500G, 1.5T, or bytes.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, then exit.")
 def prune(folder: Path, documents: tuple[str, ...], older_than: str | None, keep: str | None, dry_run: bool) -> None:
     """Remove keys and values from RUN, the output folder of a run; records and answers are kept.
 
-    The files concerned are rewritten one after the other, which needs free space for the largest of them. Not possible
-    while a job is writing to RUN.
+    Files are rewritten one at a time, which requires free space for the largest of them. RUN cannot be pruned while a
+    job is writing to it.
     """
     from kvr_mpi.cli.environment import read_owner
     from kvr_mpi.cli.log_lines import show_log
@@ -68,5 +68,5 @@ def prune(folder: Path, documents: tuple[str, ...], older_than: str | None, keep
     verb = "would be removed" if dry_run else "removed"
     click.echo(
         f"{folder}: keys and values of {counted(len(gone), 'document')} {verb}, {bytes_text(size)}; "
-        f"{counted(len(stored) - len(gone), 'document')} keep theirs, {bytes_text(whole - size)}"
+        f"remaining: {counted(len(stored) - len(gone), 'document')}, {bytes_text(whole - size)}"
     )

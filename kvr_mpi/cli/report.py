@@ -18,12 +18,14 @@ from kvr_mpi.cli.options import command
     type=click.Path(dir_okay=False, path_type=Path),
     help="HTML file to write.  [default: report.html in RUN]",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing file; a run's own report.html is always replaced.")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace an existing file; the report.html of a run is always replaced."
+)
 def report(path: Path, output: Path | None, overwrite: bool) -> None:
     """Write a page about RUN, the output folder of a run or a result file, even while the job is running.
 
-    The page is one HTML file that needs no network: failures, all answers to browse and search, times and slices, and
-    where the time went, if the job had output.trace = true.
+    The page is one HTML file that needs no network. It shows failures, all answers, times and slices, and with
+    output.trace = true also a timeline of the ranks.
     """
     from kvr_mpi.disk import replacing
     from kvr_mpi.report.page import page_of
@@ -37,7 +39,7 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
     with writing_file(target):
         page, skipped = page_of(path)
         for line in skipped:
-            click.echo(f"warning: left out: {line}", err=True)
+            click.echo(f"warning: omitted: {line}", err=True)
         with replacing(target) as stream:
             stream.write(page)
         click.echo(f"{target}: {bytes_text(len(page))}; open it in a browser")

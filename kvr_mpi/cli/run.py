@@ -40,17 +40,17 @@ run_options = grouped(
     set_option,
     overwrite_option,
     resume_option,
-    click.option("--retry-failed", is_flag=True, help="When resuming, process documents with error records again."),
+    click.option("--retry-failed", is_flag=True, help="When resuming, retry documents with error records."),
     click.option(
         "--time-limit",
         metavar="TIME",
-        help="Start no document that would not finish within this time: 90m, 2h30m, or as for sbatch.  [default: until "
-        "the end of the batch system's job, if its variables or KVR_END_TIME say when that is]",
+        help="Skip documents that cannot finish within this time: 90m, 2h30m, or as for sbatch.  [default: the end "
+        "of the batch job, if its variables or KVR_END_TIME are set]",
     ),
-    click.option("--show-config", is_flag=True, help="Print every setting and where it comes from, and exit."),
-    click.option("--quiet", is_flag=True, help="Show only warnings, errors and the last line of the log."),
+    click.option("--show-config", is_flag=True, help="Print every setting and its origin, then exit."),
+    click.option("--quiet", is_flag=True, help="Log only warnings, errors and the final line."),
     click.option(
-        "--verbose", is_flag=True, help="Also show kernels, rates and versions; print lines instead of a progress bar."
+        "--verbose", is_flag=True, help="Also log kernels, rates and versions; log lines instead of a progress bar."
     ),
 )
 
@@ -59,26 +59,26 @@ run_options = grouped(
 @job_argument
 @run_options
 def run(**given: Any) -> int:
-    """Prefill, answer and store every document of the job file JOB.
+    """Run the job file JOB: process every document and store the answers.
 
     \b
     mpirun -n 8 kvr-run jobs/summarize.toml --set documents.path=corpus/
     srun --mpi=pmi2 kvr-run jobs/summarize.toml --resume
     mpirun -n 8 kvr-run requests.jsonl --set model.path=/models/mine
 
-    A file of requests in OpenAI's batch format is a job, too: its responses go to runs/NAME/responses.jsonl.
+    JOB can also be a file of requests in OpenAI's batch format; its responses are in runs/NAME/responses.jsonl.
 
     Exit codes: 0 done; 65 done, but more documents have error records than output.max_failed allows (default: 0); 75
-    stopped before the end: the same command with --resume continues; 69 the ranks cannot communicate; 78 the job cannot
-    be run as written; 2 wrong arguments; 1 a bug. The last line of output explains the exit code.
+    stopped early: the same command with --resume continues; 69 the ranks cannot communicate; 78 invalid job or
+    output folder; 2 wrong arguments; 1 a bug. The last log line explains the exit code.
     """  # noqa: D301
     from kvr_mpi.job import load_job
 
     job: Path = given.pop("job")
-    return run_as_told(str(job), given, lambda settings: load_job(job, settings))
+    return run_with_options(str(job), given, lambda settings: load_job(job, settings))
 
 
-def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
+def run_with_options(name: str, given: dict[str, Any], load: LoadJob) -> int:
     """Run a job on all ranks that were started.
 
     Parameters
@@ -91,7 +91,7 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
         Takes settings; returns the job and the origin of each of its settings. Called on one rank.
     """
     shows_config, settings = given.pop("show_config"), given.pop("settings")
-    from kvr_mpi.cli.environment import tell_libraries
+    from kvr_mpi.cli.environment import configure_libraries
     from kvr_mpi.cli.launch import run_guarded
     from kvr_mpi.cli.log_lines import Level, quiet_libraries, show_log
     from kvr_mpi.errors import KvrError
@@ -100,12 +100,12 @@ def run_as_told(name: str, given: dict[str, Any], load: LoadJob) -> int:
 
     quiet, verbose = given.pop("quiet"), given.pop("verbose")
     if quiet and verbose:
-        raise click.UsageError("--quiet and --verbose exclude each other: give only one")
+        raise click.UsageError("--quiet and --verbose cannot be combined: give only one")
     level: Level = "quiet" if quiet else "verbose" if verbose else "normal"
     bar = level == "normal" and launched_size(os.environ) is None and sys.stderr.isatty()
     options = RunOptions(**given, table=not quiet, bar=bar)
     check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
-    tell_libraries()
+    configure_libraries()
     try:
         world = connect()
     except KvrError as error:
@@ -131,7 +131,7 @@ def run_on(
 ) -> int:
     """Run a job on these ranks and return the exit code; all ranks call this.
 
-    name, options, load, shows_config : as for `run_as_told`.
+    name, options, load, shows_config : as for `run_with_options`.
     on_import : called once torch and transformers are imported.
     """
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
@@ -153,8 +153,8 @@ def run_on(
             spec = complete_questions(spec)
         if (spec.documents.shard or "").startswith("task/"):
             raise ConfigError(
-                f"documents.shard = {spec.documents.shard!r}, but no variable of a batch system has the number of a "
-                "task: submit the job as an array, or give a number, such as '0/8'"
+                f"documents.shard = {spec.documents.shard!r}, but this is not a task of an array: submit the job "
+                "as an array, or give a number, such as '0/8'"
             )
         if shows_config:
             rows = show_job(spec, sources)
@@ -168,12 +168,12 @@ def run_on(
     if shows_config:
         return 0
 
-    def goes_on() -> bool:
-        """Whether this is a requeued job that has deleted the earlier results already."""
+    def is_requeued() -> bool:
+        """Whether this is a requeued job that has already deleted the earlier results."""
         owner = read_owner()
         return owner.restart > 0 and is_of_job(Path(spec.output.path), owner.job)
 
-    overwrite = bool(share_json(world, on_root(world, lambda: options.overwrite and not goes_on())))
+    overwrite = bool(share_json(world, on_root(world, lambda: options.overwrite and not is_requeued())))
 
     def date_here() -> str:
         """Return the date for chat templates: the one with which the run began."""
@@ -194,9 +194,7 @@ def run_on(
 
     on_root(world, check_here)
     logger = RankLogger(world.rank)
-    logger.root.info(
-        f"{name} is valid; starting {counted(world.size, 'rank')}: importing torch and reading the documents"
-    )
+    logger.root.info(f"{name} is valid; starting {counted(world.size, 'rank')}, importing torch, reading documents")
     from kvr_mpi.cli.launch import importing
 
     with importing():  # imported only now: it takes seconds
@@ -210,7 +208,7 @@ def run_on(
         deadline_s = limit_s
     elif deadline_s is not None and deadline_s <= time.time():  # wrong: this job is still running
         ago = duration_text(time.time() - deadline_s)
-        logger.root.warning(f"{end_from} says that the job ended {ago} ago: ignored")
+        logger.root.warning(f"{end_from} is in the past ({ago} ago): ignoring it")
         deadline_s = None
     options = replace(options, overwrite=overwrite)
     return run_job(spec, options, replace(machine, deadline_s=deadline_s), world, logger)

@@ -65,18 +65,18 @@ ENOUGH = 1.2
     "--environment-file",
     metavar="FILE",
     help="The Python environment in one file, for jobs on many nodes: a .sif image, or an archive of an environment "
-    "(tar -C ~/kvr -cf kvr.tar .), which is unpacked on each node.",
+    "(tar -C ~/kvr -cf kvr.tar .) that is unpacked on each node.",
 )
 @resume_option
 @overwrite_option
 @click.option(
     "--array",
     metavar="N[%K]",
-    help="Split the corpus into N shares, at most K of which run at the same time: each is a job of --ranks ranks "
-    "with its results in OUTPUT/share-I-of-N. A last job merges all results into OUTPUT/all.h5, even if some "
-    "shares fail, verifies every checksum, and reports what is missing.",
+    help="Split the corpus into N shares, at most K of which run at the same time. Each is a job of --ranks ranks with "
+    "results in OUTPUT/share-I-of-N. A final job verifies and merges all results into OUTPUT/all.h5, even if some "
+    "shares fail, and reports what is missing.",
 )
-@click.option("--print", "show", is_flag=True, help="Print the script and exit; sbatch --test-only can check it.")
+@click.option("--print", "show", is_flag=True, help="Print the script and exit.")
 def sbatch(
     words: tuple[str, ...],
     settings: tuple[str, ...],
@@ -96,11 +96,11 @@ def sbatch(
     kvr sbatch jobs/summarize.toml --ranks 16 --time=8:00:00 --partition=gpu
     kvr sbatch jobs/summarize.toml --ranks 4 --hardware h200 --array 100%20
 
-    Any long option of sbatch may be given as --NAME=VALUE: --account, --partition, --mem, --mail-type, --dependency
-    and others; without --time, the forecast decides. The expected cost in node, GPU and core hours is printed first.
+    Any long option of sbatch can be given as --NAME=VALUE, such as --account, --partition, --mem or --dependency. The
+    default of --time comes from the forecast. The expected cost in node, GPU and core hours is printed first.
 
-    Defaults for all jobs go into ~/.config/kvr-mpi/sbatch.toml, such as account = "abc" and setup = ["module load
-    openmpi"], the lines that run before the job. Options and variables such as SBATCH_ACCOUNT override them.
+    Defaults for all jobs can be set in ~/.config/kvr-mpi/sbatch.toml, such as account = "abc", or setup = ["module load
+    openmpi"] for lines that run before the job. Options and variables such as SBATCH_ACCOUNT override them.
     """  # noqa: D301
     check_fresh_or_resumed(overwrite=overwrite, resume=resume)
     job, chosen = _read_words(words)
@@ -152,7 +152,7 @@ def sbatch(
     template = ARRAY_SCRIPT if shares else SCRIPT
     fill_in(template, wanted, arguments, setup)  # refuses wrong options before the forecast, which takes seconds
     if not nodes.gpus and node["gpus_per_node"] is None and spec.model.device == "auto":
-        _say_without_gpus(chosen, node["cpus_per_task"])
+        _warn_without_gpus(chosen, node["cpus_per_task"])
     try:
         minutes = _forecast(spec, hardware, shares, nodes, requests="time" not in chosen)
         wanted.setdefault("time", minutes)
@@ -169,7 +169,7 @@ def sbatch(
         limit_s = parse_duration(wanted["time"])
         most = nodes.hours(limit_s * (shares or 1))
         click.echo(
-            f"at most {most}: the time limit of {duration_text(limit_s)} on {counted(nodes.nodes, 'node')}"
+            f"maximum cost: {most} for the time limit of {duration_text(limit_s)} on {counted(nodes.nodes, 'node')}"
             f"{f' for each of {shares} shares' if shares else ''}",
             err=True,
         )
@@ -269,7 +269,7 @@ def _read_defaults(given: Collection[str]) -> tuple[dict[str, str], list[str]]:
             if f"--{name}" in _own_options() and name not in OWN_DEFAULTS:
                 raise ConfigError(f"{path}: {name} = {value!r}: give --{name} on the command line")
             if not isinstance(value, str | int) or ("-per-" in name and not str(value).isdecimal()):
-                expected = "a number" if "-per-" in name else "a text, a number or true"
+                expected = "a number" if "-per-" in name else "text, a number or true"
                 raise ConfigError(f"{path}: {name} = {value!r}: expected {expected}")
             found[name] = value
     used = {
@@ -345,18 +345,18 @@ def _directive(key: str, value: str) -> str:
         raise ConfigError(f"--{key!r}: expected a long option of sbatch, such as --partition=gpu")
     if not value.isprintable():
         hint = "start this from another folder" if key == "chdir" else "remove them"
-        raise ConfigError(f"--{key}={value!r} contains control characters, which could run as a command: {hint}")
+        raise ConfigError(f"--{key}={value!r} contains control characters, which SLURM could run as a command: {hint}")
     return f"#SBATCH --{key}" + (f"={shlex.quote(value)}" if value else "")
 
 
-def _say_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
+def _warn_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
     """Print that the script requests no GPUs, unless an option or the job has decided that."""
     if any(part in name for name in chosen for part in GPU_OPTIONS):
         return
     per_rank = counted(cores or 1, "core") + ("" if cores else " (--cpus-per-task)")
     click.echo(
-        f"the script asks for no GPUs, and for {per_rank} per rank; for GPUs, add --gpus-per-node=N, or --hardware "
-        f"with a profile; for CPUs, set model.device = 'cpu' to silence this line",
+        f"the script requests no GPUs, and {per_rank} per rank; for GPUs, add --gpus-per-node=N, or --hardware with a "
+        f"profile; for CPUs, set model.device = 'cpu' to silence this message",
         err=True,
     )
 
@@ -388,20 +388,21 @@ def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocatio
         )
     minutes = math.ceil((MARGIN * max(known) + START_S) / 60)
     longest = f" for the longest of {shares} shares" if shares else ""
-    said = "predicted" if None in ranges else "predicted to end, in nine of ten cases, within"
+    what = "predicted time:" if None in ranges else "90% likely to finish within"
     click.echo(
-        f"{said} {duration_text(max(known))}{longest}, according to {made.forecast.source}"
+        f"{what} {duration_text(max(known))}{longest}, based on {made.forecast.source}"
         + (f"; requesting {minutes} min" if requests else ""),
         err=True,
     )
-    click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus the time to start", err=True)
+    click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus startup", err=True)
     if (rank_bytes := made.rank_bytes) is not None:
         if nodes.gpus:
             needs = f"GPU memory: at least {bytes_text(rank_bytes)} per rank"
         else:
             needs = f"memory: {_memory_option(nodes, rank_bytes)}"
         click.echo(
-            f"{needs}, for weights and the longest prompt; with more, ranks decode more documents at a time", err=True
+            f"{needs}, for the weights and the longest prompt; with more memory, ranks decode more documents at once",
+            err=True,
         )
     if nodes.gpus and (host_bytes := made.host_bytes) is not None:
         click.echo(
@@ -416,8 +417,8 @@ def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocatio
         with_half_s = written_seconds(made.spec, plan_documents(made.spec, made.texts, half, made.forecast))
         if with_half_s is not None and with_half_s < ENOUGH * made.written_s:
             click.echo(
-                f"warning: {counted(half, 'rank')} would take {duration_text(with_half_s)}, {nodes.ranks} ranks "
-                f"{duration_text(made.written_s)}: request fewer",
+                f"warning: {nodes.ranks} ranks take {duration_text(made.written_s)}, and {counted(half, 'rank')} "
+                f"{duration_text(with_half_s)}; request {half}",
                 err=True,
             )
     return str(minutes)

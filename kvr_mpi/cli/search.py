@@ -40,7 +40,7 @@ SAMPLED = 8
     "--heads",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Instead, prefill a sample of JOB's documents on one rank, and write how many tokens each KV head keeps.",
+    help="Instead, prefill a sample of the documents of JOB on one rank, and write the tokens kept by each KV head.",
 )
 @overwrite_file_option
 def search(
@@ -51,7 +51,7 @@ def search(
     heads: Path | None,
     overwrite: bool,
 ) -> int:
-    """Find the fastest slices on this machine for given prompt lengths, and write tables/MODEL_HARDWARE_pN.json.
+    """Find the fastest slices for given prompt lengths on this machine; write tables/MODEL_HARDWARE_pN.json.
 
     \b
     mpirun -n 2 kvr search jobs/summarize.toml --contexts 1k,2k,4k,8k
@@ -61,19 +61,19 @@ def search(
     parallel.partition = "tables/".
 
     compress.method = "headkv" uses the profile that --heads writes: the mean over 8 documents of the corpus, or
-    documents.limit of them. The similarity of the documents is also printed; look at the mean-centred cosines, since
+    documents.limit of them. The command also prints how similar the documents are; use the mean-centered cosines, since
     plain cosines are always close to 1.
     """  # noqa: D301
     if heads is not None:
         if job is None:
-            raise click.UsageError("--heads FILE needs a JOB, whose documents are sampled")
+            raise click.UsageError("--heads FILE requires a JOB, whose documents are sampled")
         _measure_heads(job, settings, heads, overwrite)
         return 0
-    from kvr_mpi.cli.environment import tell_libraries
+    from kvr_mpi.cli.environment import configure_libraries
     from kvr_mpi.cli.launch import run_guarded
     from kvr_mpi.transport.mpi import connect
 
-    tell_libraries()
+    configure_libraries()
     world = connect()
     size = world.size
 
@@ -106,11 +106,11 @@ def search(
             if target is None:
                 follow_measurements(loaded, chain)
                 return 0
-            logger.root.info(f"{size} ranks of {key.device}; {_say_costs(costs)}")
+            logger.root.info(f"{size} ranks of {key.device}; {_describe_costs(costs)}")
             with leading(loaded, chain) as run:
                 for table in tabulate(lengths, costs, key, provenance, run, logger.root):
                     save_table(table, target)
-                logger.root.info(f"fitted: {_say_costs(table.rates)}")
+                logger.root.info(f"fitted: {_describe_costs(table.rates)}")
                 searched = ", ".join(str(entry.context_tokens) for entry in table.entries)
                 logger.root.info(f"{target}: entries for {searched} tokens")
         return 0
@@ -131,7 +131,7 @@ def _target(output: Path, key: TableKey, overwrite: bool) -> Path:
     return path
 
 
-def _say_costs(costs: Costs) -> str:
+def _describe_costs(costs: Costs) -> str:
     token_s = costs.qkv_token_s + costs.rest_token_s
     return (
         f"per layer {1e6 * token_s:.1f} us per token, {1e9 * costs.pair_s:.2f} ns per query-key pair; link "
@@ -161,7 +161,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     show_log()
     found, left_out = sample_heads(spec, read_environment(), spec.documents.limit or SAMPLED, RankLogger())
     for name, reason in left_out:
-        click.echo(f"left out: {name}: {reason}", err=True)
+        click.echo(f"skipped: {name}: {reason}", err=True)
     with writing_file(output), replacing(output) as stream:
         stream.write((json.dumps(found) + "\n").encode())
     layers = found["counts"]

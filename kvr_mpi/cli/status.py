@@ -23,22 +23,22 @@ SHOWN = 8  # maximum number of ranks or files to list
 
 @command()
 @click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object that lists everything in progress.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all details.")
 @click.option(
     "--watch",
     "every",
     is_flag=False,
     flag_value="5s",
     metavar="[TIME]",
-    help="Refresh every TIME (default: 5s) until no job is running there; with --json, print one line each time.",
+    help="Refresh every TIME (default: 5s) until the job ends; with --json, print one line each time.",
 )
 def status(folders: tuple[Path, ...], as_json: bool, every: str | None) -> int:
-    """Show what is done, failed and left in DIR, the output folder of a run, even while it runs.
+    """Show the finished, failed and remaining documents in DIR, the output folder of a run.
 
-    While a job is running, each of its ranks is shown, too: what it is doing and for how long; a rank that has not
-    reported for longer than the others is marked SILENT. Several DIRs, or a folder of such folders (the shares of an
-    array), get one line each and one for all of them; missing shares are listed. Nothing is changed.
-    The exit code is 65 if no job is running and files are damaged or missing.
+    While a job is running, the command also shows what each rank is doing and for how long, and marks ranks that have
+    stopped reporting as SILENT. Several folders, or a folder of such folders (the shares of an array), get one line
+    each and a total; missing shares are listed. The exit code is 65 if no job is running and files are damaged or
+    missing.
     """
     every_s = None if every is None else max(1.0, parse_duration(every, plain="s"))
     found = _show_status(folders, as_json)
@@ -69,7 +69,7 @@ def _show_status(folders: tuple[Path, ...], as_json: bool) -> Status:
         click.echo(f"{one.folder}: {'running' if one.alive else 'not running'}, {_documents(one)}{silent}")
     _show(
         [
-            ("\nall", f"{len(found)} folders, {sum(one.alive for one in found)} of them with a running job"),
+            ("\nall", f"{len(found)} folders, {sum(one.alive for one in found)} with a running job"),
             *_counts(whole),
             *(("missing", line) for line in missing),
         ]
@@ -98,16 +98,16 @@ def _lines(found: Status) -> list[tuple[str, str]]:
     ]
     rows += _rank_lines(found)
     if found.rate_per_h is not None:
-        lately = "" if found.lately_per_h is None else f", lately {found.lately_per_h:.0f}"
-        rows.append(("rate", f"{found.rate_per_h:.0f} answers/hour{lately}"))
+        lately = "" if found.lately_per_h is None else f", recently {found.lately_per_h:,.0f}"
+        rows.append(("rate", f"{found.rate_per_h:,.0f} documents per hour{lately}"))
     if found.eta_s is not None:
         end = datetime.fromtimestamp(datetime.now().timestamp() + found.eta_s).isoformat(" ", "minutes")
-        rows.append(("ends", f"in about {duration_text(found.eta_s)}, at {end}"))
+        rows.append(("ETA", f"in about {duration_text(found.eta_s)}, at {end}"))
     rows.append(("size", bytes_text(found.size_bytes)))
     for what, names in (("damaged", found.damaged), ("missing", found.missing)):
         if names:
             some = printable(", ".join(names[:SHOWN]))
-            rows.append((what, f"{some}{' ...' if len(names) > SHOWN else ''}: needs --resume"))
+            rows.append((what, f"{some}{' ...' if len(names) > SHOWN else ''}; resume the job to recompute them"))
     return rows
 
 
@@ -128,12 +128,12 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
     for rank in order[:SHOWN]:
         state = states.get(rank)
         if state is None:
-            what = "SILENT: no report since the job began"
+            what = "SILENT: no report since the job started"
         else:
             what = f"{state.doing} {state.what}".strip() + f", {duration_text(state.for_s)}, on {state.host}"
             if rank in found.silent:
                 gone = duration_text(newest - state.written_at_s)
-                what = f"SILENT for {gone}: its process has ended or hangs; last seen {what}"
+                what = f"SILENT for {gone}: its process has died or hangs; last seen {what}"
         rows.append((rank_name(rank, found.ranks[0].tensor_parallel), printable(what)))
     if len(order) > SHOWN:
         rows.append(("", f"and {len(order) - SHOWN} more; --json lists all"))
@@ -141,38 +141,38 @@ def _rank_lines(found: Status) -> list[tuple[str, str]]:
     counting = [one for one in found.ranks if one.is_first_of_group]
     prompt, new = sum(one.prompt_tokens for one in counting), sum(one.new_tokens for one in counting)
     if prefilled := sum(one.prefilled for one in counting):
-        rows.append(("prefilled", f"{counted(prefilled, 'prompt')} since this job began; their answers come in waves"))
+        rows.append(("prefilled", f"{counted(prefilled, 'prompt')} since this job started; answers follow in waves"))
     if seconds > 0 and prompt:
         rows.append(
             (
                 "tokens",
-                f"{prompt / seconds:.0f} prompt tokens/s and {new / seconds:.1f} answer tokens/s, of documents done",
+                f"{prompt / seconds:,.0f} prompt and {new / seconds:,.1f} answer tokens/s (finished documents)",
             )
         )
     deadlines = [each.deadline_s for each in found.ranks if each.deadline_s is not None]
     if deadlines:
-        rows.append(("time", f"{duration_text(min(deadlines) - newest)} left until the batch system ends the job"))
+        rows.append(("time", f"{duration_text(min(deadlines) - newest)} left until the end of the batch job"))
     return rows
 
 
 def _state(found: Status) -> str:
     """Describe the state of the run, and what the user can do."""
-    failures = f", {found.failed} with an error record (--retry-failed tries them again)" if found.failed else ""
+    failures = f", {found.failed:,} failed (retry them with --retry-failed)" if found.failed else ""
     if found.damaged or found.missing:
-        return "files are damaged or missing; kvr-run --resume will process their documents again"
+        return "files are damaged or missing; kvr-run --resume processes their documents again"
     if found.alive:
         return "running"
     if found.left == 0:
         return f"finished{failures}"
     if found.left is None:
-        return "not running, and it is unknown how much is left; kvr-run --resume continues"
-    return f"not running and not finished; the same kvr-run command with --resume continues{failures}"
+        return "not running, remaining work unknown; kvr-run --resume continues"
+    return f"incomplete, not running; the same kvr-run command with --resume continues{failures}"
 
 
 def _documents(found: Status) -> str:
-    total = "an unknown number of" if found.total is None else found.total
-    left = "an unknown number" if found.left is None else found.left
-    return f"{total}: {found.done} done, {found.failed} failed, {left} left"
+    is_known = found.total is not None and found.left is not None
+    total = f"{found.left:,} of {found.total:,} remaining" if is_known else "total unknown"
+    return f"{found.done:,} done, {found.failed:,} failed, {total}"
 
 
 def _counts(found: Status) -> list[tuple[str, str]]:

@@ -27,20 +27,20 @@ SEED = 0
     help=f"Prompt lengths in tokens; {CONTEXT}: the longest that the model accepts.",
 )
 def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
-    """Compare logits, keys, values and greedy tokens of chains and rows with plain transformers.
+    """Compare logits, keys, values and greedy tokens of chains and batches with plain transformers.
 
     \b
     mpirun -n 4 kvr verify jobs/summarize.toml --lengths 512,16k
     mpirun -n 4 kvr verify --set model.path=/models/mine --set model.dtype=bfloat16
 
     JOB names the model and the transport; without it, a small model in float32 is used.
-    The exit code is 0 only if all agree.
+    The exit code is 0 only if all of them agree.
     """  # noqa: D301
-    from kvr_mpi.cli.environment import tell_libraries
+    from kvr_mpi.cli.environment import configure_libraries
     from kvr_mpi.cli.launch import run_guarded
     from kvr_mpi.transport.mpi import connect
 
-    tell_libraries()
+    configure_libraries()
     world = connect()
 
     def work() -> int:
@@ -78,7 +78,7 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
                 count, failed = count + 1, failed + (not finding.holds)
                 are_finite = are_finite and finding.is_finite
                 logger.root.info(
-                    f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens} tokens, {finding.slices}: logits "
+                    f"{'holds' if finding.holds else 'DIFFERS'}: {finding.tokens:,} tokens, {finding.slices}: logits "
                     f"{finding.logits_error:.1e}, keys and values {finding.kv_error:.1e} of their spread (allowed "
                     f"{finding.allowed:.1e}), greedy tokens {'the same' if finding.same_tokens else 'DIFFERENT'}"
                 )

@@ -105,7 +105,7 @@ def search_split(costs: Costs, tokens: int, ranks: int) -> list[float]:
         )
     lengths = shaped(shape[None])[0]
     if ranks <= RANKS_MOVED_ALONE:
-        lengths = descend(seconds_of, neighbours, lengths, rounds=200, smallest=1 / 256)
+        lengths = descend(seconds_of, neighbors, lengths, rounds=200, smallest=1 / 256)
     return list(map(float, lengths))
 
 
@@ -132,7 +132,7 @@ def exchanged(lengths: Array, step: float) -> Array:
     return found[(found >= 1).all(axis=1)]
 
 
-def neighbours(lengths: Array, scale: float) -> Array:
+def neighbors(lengths: Array, scale: float) -> Array:
     """Return the splits in which part of a mean slice moves between two slices, or between one and all others."""
     ranks = len(lengths)
     step = scale * lengths.sum() / ranks
@@ -149,7 +149,7 @@ def descend(
     rounds: int,
     smallest: float,
 ) -> Array:
-    """Move to the best neighbour while there is a better one; otherwise halve the step, down to the smallest."""
+    """Move to the best neighbor while there is a better one; otherwise halve the step, down to the smallest."""
     best, best_s, scale = start, float(seconds_of(start[None])[0]), 1.0
     for _ in range(rounds):
         tried = near(best, scale)

@@ -38,7 +38,7 @@ class Costs:
     layer_s : overhead per layer with more than one rank.
     launch_floor_s : minimum time of a layer, to launch its kernels.
     kv_bytes : keys and values of a token in a layer.
-    link_bytes_per_s, link_latency_s : of the link between neighbours, one direction.
+    link_bytes_per_s, link_latency_s : of the link between neighbors, one direction.
     copy_token_s : time to copy a received token of the prefix, however many queries attend to it.
     head_s : time of the LM head for one token.
     kept_token_s : time to attend to one key in decoding, which is memory-bound. None: unknown, `pair_s` is used.

@@ -28,9 +28,9 @@ EXPECTED = {
     "finite_number": "a number, such as 0.5",
     "bool_type": "true or false",
     "string_type": 'text, such as "text"',
-    "string_too_short": "text that is not empty",
+    "string_too_short": "non-empty text",
     "list_type": 'a list, such as ["one", "two"]',
-    "too_short": "one entry or more",
+    "too_short": "at least one entry",
     "dict_type": 'a table, such as {{name = "text"}}',
     "model_type": "a section of settings",
     "literal_error": "{expected}",
@@ -60,16 +60,14 @@ def load_job(
     """
     if path.name.endswith(BATCH_SUFFIXES):
         if not path.exists():
-            raise ConfigError(f"file of requests {str(path)!r} not found (looked for {path.absolute()})")
+            raise ConfigError(f"file of requests {str(path)!r} not found: {path.absolute()}")
         documents = {"path": str(path), "format": "openai-batch"}
         raw = {"model": {}, "documents": documents, "output": {"path": f"runs/{path.name.partition('.jsonl')[0]}"}}
         return make_job(raw, path, settings, environ)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"job file {str(path)!r} not found (looked for {path.absolute()}); kvr init writes one"
-        ) from error
+        raise ConfigError(f"job file {str(path)!r} not found: {path.absolute()}; create one with kvr init") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"job file {str(path)!r} cannot be read as TOML: {error}") from error
     return make_job(raw, path, settings, environ)
@@ -88,8 +86,8 @@ def make_job(
             _put(raw, sources, section, key, value, name)
     if _runs_code(raw) and not runs_code and REMOTE_CODE not in (one.partition("=")[0].strip() for one in settings):
         raise ConfigError(
-            f"{sources[REMOTE_CODE]}: an environment variable alone cannot allow a model's own code to run; write "
-            f"model.trust_remote_code = true into {str(path)!r}, or add --set {REMOTE_CODE}=true"
+            f"{sources[REMOTE_CODE]}: an environment variable cannot enable remote code; set "
+            f"model.trust_remote_code = true in {str(path)!r}, or add --set {REMOTE_CODE}=true"
         )
     for setting in settings:
         target, equals, value = setting.partition("=")
@@ -120,8 +118,8 @@ def _of_task(spec: JobSpec, environ: Mapping[str, str]) -> JobSpec:
         return spec
     if task >= int(count):
         raise ConfigError(
-            f"documents.shard = 'task/{count}': this is task {task} of the array, counted from 0, but there are only "
-            f"{count} shares: submit an array of {count} tasks, or raise the number"
+            f"documents.shard = 'task/{count}': this is task {task} of the array (counted from 0), but there are only "
+            f"{count} shares: submit an array of {count} tasks, or increase the number of shares"
         )
     documents = spec.documents.model_copy(update={"shard": f"{task}/{count}"})
     output = spec.output.model_copy(update={"path": f"{spec.output.path}/share-{task}-of-{count}"})
@@ -178,12 +176,12 @@ def _explain(path: Path, sources: Mapping[str, str], item: dict[str, Any]) -> tu
     if item["type"] == "missing":
         about = "" if len(place) == 1 else f" ({_fields_of(place[0])[place[1]].description})"
         return f"{where}: {key}", f"is missing{about}"
-    said = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error" and len(place) < 2:  # an error of a whole section; most name its keys
-        return where if said.startswith(f"{key}.") else f"{where}: {key}", said
+        return where if message.startswith(f"{key}.") else f"{where}: {key}", message
     expected = EXPECTED.get(item["type"])
     subject = f"{where} = {item['input']!r}" if where == f"--set {key}" else f"{where}: {key} = {item['input']!r}"
-    return subject, said if expected is None else f"expected {expected.format(**item.get('ctx', {}))}"
+    return subject, message if expected is None else f"expected {expected.format(**item.get('ctx', {}))}"
 
 
 def _fields_of(section: str) -> Mapping[str, Any]:

@@ -12,7 +12,6 @@ from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted
 from kvr_mpi.report.style import (
     bytes_text,
-    even_token_ticks,
     nice_ticks,
     percent_text,
     plain_number,
@@ -39,7 +38,7 @@ class Chart:
 
     title : the result, as a sentence.
     note : how to read it.
-    legend : colour classes and their meanings.
+    legend : color classes and their meanings.
     """
 
     title: str
@@ -69,19 +68,19 @@ def draw_timeline(timeline: Timeline) -> Chart:
         for span in parts or [lane.prefill]:
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
             name = f"{lane.header.name}, layer {span.layer}" if parts else lane.header.name
-            told = f"{name}: {duration_text(span.ended_s - span.began_s)}"
-            drawing.rect(began, top + 4, ended - began, 24, shades[max(0, span.layer) % 2], told)
+            label = f"{name}: {duration_text(span.ended_s - span.began_s)}"
+            drawing.rect(began, top + 4, ended - began, 24, shades[max(0, span.layer) % 2], label)
         for span in sorted(lane.spans, key=lambda span: span.began_s):
             began, ended = x(span.began_s - timeline.began_s), x(span.ended_s - timeline.began_s)
             took = duration_text(span.ended_s - span.began_s)
             if span.kind in ("wait", "send wait") and ended - began > 0.3:
-                colour = "wait" if span.kind == "wait" else "held"
+                color = "wait" if span.kind == "wait" else "held"
                 whom = f" for rank {span.peer}" if span.peer >= 0 else " for the link"
-                drawing.rect(began, top + 4, ended - began, 24, colour, f"layer {span.layer}: waited {took}{whom}")
+                drawing.rect(began, top + 4, ended - began, 24, color, f"layer {span.layer}: waited {took}{whom}")
             elif span.kind in ("send", "forward") and span.layer >= 0:
                 whom = f"to rank {span.peer}"
-                told = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
-                drawing.rect(began, top + 30, max(0.6, ended - began), 5, "sent", told)
+                label = f"layer {span.layer}: {span.kind} {whom}, {bytes_text(span.amount)} in {took}"
+                drawing.rect(began, top + 30, max(0.6, ended - began), 5, "sent", label)
     first_token = x(timeline.seconds)
     drawing.line([(first_token, TOP), (first_token, TOP + LANE * len(lanes))], "text", dashed=True, width=1.2)
     waited = max(lanes, key=lambda lane: lane.waited_s)
@@ -109,7 +108,11 @@ def draw_timelines(run: TracedRun) -> list[Chart] | str:
         return NO_TRACE
     chains = [one for one in run.timelines if one.prompt.ranks > 1] or run.timelines
     if not chains:
-        why = f"{run.incomplete} were only partly recorded" if run.incomplete else "all were packed with others"
+        why = (
+            f"{counted(run.incomplete, 'prompt')} only partly recorded"
+            if run.incomplete
+            else "all were packed with others"
+        )
         return f"no prompt was recorded on all ranks of its chain ({why})"
     longest = max(chains, key=lambda one: one.prompt.tokens)
     waiting = max(chains, key=lambda one: one.wait_share)
@@ -129,7 +132,7 @@ def draw_waits(run: TracedRun) -> Chart | str:
                 if span.kind in ("wait", "send wait") and span.layer >= 0:
                     cells[lane.rank, span.layer] += span.ended_s - span.began_s
     if not any(cells.values()):
-        return "no rank had to wait"
+        return "no rank waited"
     ranks = sorted(busy)
     layers = 1 + max(layer for _, layer in cells)
     totals = {rank: sum(cells.get((rank, layer), 0.0) for layer in range(layers)) for rank in ranks}
@@ -146,8 +149,8 @@ def draw_waits(run: TracedRun) -> Chart | str:
             drawing.text(WIDTH - 122, top + height / 2 + 4, f"{duration_text(totals[rank])}, {share}")
         for layer in range(layers):
             waited = cells.get((rank, layer), 0.0)
-            told = f"{run.names[rank]}, layer {layer}: waited {duration_text(waited)}"
-            drawing.rect(x(layer), top, x(1) - x(0) - 1, height - 1.5, "wait", told, 0.04 + 0.96 * waited / most)
+            label = f"{run.names[rank]}, layer {layer}: waited {duration_text(waited)}"
+            drawing.rect(x(layer), top, x(1) - x(0) - 1, height - 1.5, "wait", label, 0.04 + 0.96 * waited / most)
     step = max(1, round(layers / 12))
     for layer in range(0, layers, step):
         drawing.x_tick(x(layer + 0.5), str(layer))
@@ -156,10 +159,10 @@ def draw_waits(run: TracedRun) -> Chart | str:
     layer = max(range(layers), key=lambda layer: cells.get((rank, layer), 0.0))
     title = (
         f"{run.names[rank].capitalize()} waited longest: {duration_text(totals[rank])}, "
-        f"{percent_text(totals[rank] / busy[rank])} of its prefill time, most of all in layer {layer}"
+        f"{percent_text(totals[rank] / busy[rank])} of its prefill time, longest in layer {layer}"
     )
     note = (
-        f"Over {counted(len(run.timelines), 'prompt')}; the stronger the colour, the longer the wait (at most "
+        f"Over {counted(len(run.timelines), 'prompt')}; the stronger the color, the longer the wait (at most "
         f"{duration_text(most)}). On the right, the total of each rank, and its share of the rank's prefill time."
     )
     return Chart(title, drawing, note)
@@ -171,21 +174,21 @@ def draw_forecast(run: TracedRun) -> Chart | str:
         return NO_TRACE
     pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
     if not pairs:
-        return "slices were not chosen by measured rates, so there is no prediction"
+        return "slices were not computed from measured rates, so there is no prediction"
     most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
     drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
     x, y = drawing.x_axis(most, "predicted (seconds)"), drawing.y_axis(most, "measured (seconds)")
     drawing.area([(x(0), y(0)), (x(most), y(0.9 * most)), (x(most), y(most)), (x(most / 1.1), y(most))], "rival")
     drawing.line([(x(0), y(0)), (x(most), y(most))], "bound", dashed=True, width=1.5)
     for predicted, measured, one in pairs[:: -(-len(pairs) // MOST_DOTS)]:
-        told = f"{one.prompt.document}: predicted {duration_text(predicted)}, took {duration_text(measured)}"
-        drawing.dot(x(predicted), y(measured), "ours", told)
+        label = f"{one.prompt.document}: predicted {duration_text(predicted)}, took {duration_text(measured)}"
+        drawing.dot(x(predicted), y(measured), "ours", label)
     off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
     title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
     note = (
-        "One dot per prompt; on the dashed line the prediction is exact, within the band it is off by at most 10 %. "
-        "The prediction is the computing time of the slowest rank, from the rates that its slices were chosen by, "
-        "without any waits."
+        "One dot per prompt. On the dashed line, the prediction is exact; within the band, it is off by at most 10%. "
+        "The prediction is the computing time of the slowest rank, without waits, from the rates that were used to "
+        "choose the slices."
     )
     return Chart(title, drawing, note)
 
@@ -208,9 +211,9 @@ def draw_slices(records: Sequence[Record]) -> Chart | str:
             edges.append(statistics.fmean(one.slices[place] / one.slices[-1] for one in group))
         tokens = statistics.fmean(one.slices[-1] for one in group)
         for place, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
-            told = f"slice {place}: {percent_text(high - low)} of {tokens_text(tokens)} tokens"
+            label = f"slice {place}: {percent_text(high - low)} of {tokens_text(tokens)} tokens"
             shade = f"r{min(7, round(7 * place / max(1, size - 2)))}"
-            drawing.rect(left + 1, y(high), width - 2, y(low) - y(high), shade, told)
+            drawing.rect(left + 1, y(high), width - 2, y(low) - y(high), shade, label)
         if len(groups) <= 12 or number % 2 == 0:
             drawing.x_tick(left + width / 2, tokens_text(tokens))
     drawing.x_name((LEFT + WIDTH - RIGHT) / 2, "prompt tokens")
@@ -220,7 +223,11 @@ def draw_slices(records: Sequence[Record]) -> Chart | str:
         f"The first of {size - 1} slices has {percent_text(ends[0])} of a prompt of {lengths[0]} tokens, and "
         f"{percent_text(ends[1])} of one of {lengths[1]}"
     )
-    return Chart(title, drawing, f"{len(mine)} prompts; the first slice is at the bottom, in the strongest blue.")
+    return Chart(
+        title,
+        drawing,
+        f"{len(mine):,} prompts; the first slice is at the bottom, and later ones are closer to the page color.",
+    )
 
 
 def draw_first_token(records: Sequence[Record]) -> Chart | str:
@@ -230,18 +237,18 @@ def draw_first_token(records: Sequence[Record]) -> Chart | str:
         return f"fewer than {LEAST_DOTS} prompts computed all of their tokens"
     drawing = Drawing(WIDTH, HEIGHT, "time to first token over prompt length")
     tokens, seconds = max(one.prompt_tokens for one in timed) * 1.04, max(one.ttft_s for one in timed) * 1.06
-    x = drawing.x_axis(tokens, "prompt tokens", even_token_ticks(tokens), tokens_text)
+    x = drawing.x_axis(tokens, "prompt tokens", text_of=tokens_text)
     y = drawing.y_axis(seconds, "seconds to the first token")
     sizes = sorted({one.ranks for one in timed}, reverse=True)
-    colours = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
+    colors = dict(zip(sizes, ("ours", "sent", "other", "held", *["rival"] * len(sizes)), strict=False))
     for one in timed[:: -(-len(timed) // MOST_DOTS)]:
         ranks = one.ranks
-        told = f"{one.id}: {one.prompt_tokens:,} tokens on {counted(ranks, 'rank')}, {duration_text(one.ttft_s)}"
-        drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colours[ranks], told)
+        label = f"{one.id}: {one.prompt_tokens:,} tokens on {counted(ranks, 'rank')}, {duration_text(one.ttft_s)}"
+        drawing.dot(x(one.prompt_tokens), y(one.ttft_s), colors[ranks], label)
     rate = statistics.median(one.computed_tokens / one.ttft_s for one in timed)
     middle = statistics.median(one.ttft_s for one in timed)
     title = f"The first token came after {duration_text(middle)} (the median), at {plain_number(rate)} prompt tokens/s"
-    legend = tuple((colours[size], counted(size, "rank")) for size in sizes[:5])
+    legend = tuple((colors[size], counted(size, "rank")) for size in sizes[:5])
     reused = sum(one.ttft_s > 0 and one.parts == 1 and not _is_comparable(one) for one in records)
     note = f" {reused} more reused keys and values, and are not comparable." if reused else ""
     return Chart(title, drawing, f"One dot per prompt, {len(timed)} in total.{note}", legend if len(sizes) > 1 else ())
@@ -262,12 +269,12 @@ def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart | str:
     best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
     if len(best) < 2:
         sizes = {one.ranks for one in records if one.ranks}
-        told = (
+        label = (
             f"all prompts ran on {counted(min(sizes), 'rank')}"
             if len(sizes) == 1
             else "no two prompts of similar length ran on different numbers of ranks"
         )
-        return f"{told}; a run with parallel.ranks_per_chain = 'auto' compares them"
+        return f"{label}; a run with parallel.ranks_per_chain = 'auto' compares them"
     ranks = sorted(best)
     tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)
     # Scale the times to the same length; the lengths in a group differ by a factor of two at most.
@@ -310,24 +317,24 @@ def draw_progress(records: Sequence[Record], answering_s: float = 0.0) -> Chart 
     )
     span = max(ends[-1] - began, 1e-3)
     unit, word = (3600.0, "hours") if span > 3 * 3600 else (60.0, "minutes") if span > 180 else (1.0, "seconds")
-    drawing = Drawing(WIDTH, HEIGHT, "documents done over time")
+    drawing = Drawing(WIDTH, HEIGHT, "documents completed over time")
     x = drawing.x_axis(span / unit, f"{word} since the first prompt", nice_ticks(0, span / unit, 8))
     y = drawing.y_axis(len(ends), "documents", [tick for tick in nice_ticks(0, len(ends)) if tick == int(tick)])
-    for times, colour in ((ends, "ours"), (failed, "wait")):
+    for times, color in ((ends, "ours"), (failed, "wait")):
         step = max(1, len(times) // MOST_POINTS)
         points = [(x(0), y(0))]
         for number in [*range(step - 1, len(times), step), len(times) - 1] if times else []:
             at = x((times[number] - began) / unit)
             points += [(at, points[-1][1]), (at, y(number + 1))]
         if len(points) > 1:
-            drawing.line(points, colour)
+            drawing.line(points, color)
     done = len(ends) - len(failed)
     also = f", {len(failed):,} failed" if failed else ""
     seconds = answering_s or span
     rate = plain_number(3600 * done / seconds)
-    title = f"{counted(done, 'document')} answered{also} in {duration_text(seconds)}: {rate} answers per hour"
+    title = f"Documents completed over time: {done:,} answered{also} in {duration_text(seconds)}, {rate} per hour"
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
-    return Chart(title, drawing, "By the time their answers were ready.", legend)
+    return Chart(title, drawing, "A document counts from the time when its answer was ready.", legend)
 
 
 def draw_memory(run: TracedRun) -> Chart | str:
@@ -344,8 +351,8 @@ def draw_memory(run: TracedRun) -> Chart | str:
     y = drawing.y_axis(1.08 * most / gib, "GiB per rank")
     for rank, some in sorted(samples, key=lambda one: one[0] == highest):
         some = some[:: max(1, len(some) // MOST_POINTS)]
-        colour = "ours" if rank == highest else "rival"
-        drawing.line([(x(at - began), y(size / gib)) for at, size in some], colour, width=2 if rank == highest else 1.2)
+        color = "ours" if rank == highest else "rival"
+        drawing.line([(x(at - began), y(size / gib)) for at, size in some], color, width=2 if rank == highest else 1.2)
     title = f"{run.names[highest].capitalize()} used most memory: {bytes_text(most)}"
     others = (("rival", "the other ranks"),) if any(rank != highest for rank, _ in samples) else ()
     legend = (("ours", run.names[highest]), *others)

@@ -11,7 +11,7 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -32,7 +32,7 @@ from kvr_mpi.report.charts import (
     draw_timelines,
     draw_waits,
 )
-from kvr_mpi.report.style import COLOURS, bytes_text, plain_number, ramp
+from kvr_mpi.report.style import COLORS, bytes_text, plain_number, ramp
 from kvr_mpi.report.svg import escaped
 from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.folder import has_results
@@ -46,6 +46,9 @@ PAGE_BYTES = 5_000_000
 # Lengths to which answers may be truncated; the first that fits is used.
 ANSWER_CHARS = (20_000, 8_000, 4_000, 2_000, 1_000, 600, 400, 250, 120, 60, 0)
 REASONS = 12
+# Finish reasons of answers that did not end by themselves.
+ENDED_EARLY = {"length": "cut off", "repetition": "stopped: repetition"}
+PROMPT_CHARS = 600
 SHADES = 8
 
 
@@ -56,6 +59,7 @@ class RunFacts:
     left : documents neither done nor failed; None: not known.
     cost : description in one line; empty: not known.
     answering_s : time in which documents were answered; 0: not known.
+    question : what was asked about each document; empty: each answer has its own, or nothing was asked.
     skipped : for each trace that could not be read, the reason.
     """
 
@@ -65,6 +69,7 @@ class RunFacts:
     left: int | None = None
     cost: str = ""
     answering_s: float = 0.0
+    question: str = ""
     skipped: tuple[str, ...] = ()
 
 
@@ -77,18 +82,20 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
     skipped: list[str] = []
     traces = list(read_traces(folder, skipped.append)) if path.is_dir() else []
     records: list[Record] = []
-    model, software, cost, answering_s, left = "nothing is stored yet", f"{len(traces)} traces", "", 0.0, None
+    model, software, cost, answering_s, left = "no results stored yet", f"{len(traces)} traces", "", 0.0, None
+    question = ""
     if has_results(path) or not traces:  # a job that was killed early may have only traces
         results = open_results(path, verify=False, partial=True)
         records, about, versions = list(results), results.header.model, results.software
         answering_s, left = results.cost.answering_s, results.left
+        question = _question_of(results.header.identity)
         if results.costs:
             told = results.cost.describe(sum(record.status == "done" for record in records))
             cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
     name = path.resolve().name if path.is_dir() else path.name
-    facts = RunFacts(name, model, software, left, cost, answering_s, tuple(skipped))
+    facts = RunFacts(name, model, software, left, cost, answering_s, question, tuple(skipped))
     return make_page(facts, records, read_timelines(traces)), skipped
 
 
@@ -105,7 +112,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
         ("ttft", "Time to the first token", draw_first_token(records)),
         ("slices", "Slices over the prompt's length", draw_slices(records)),
         ("speedup", "Speed-up over ranks", draw_speedup(records, run)),
-        ("documents", "Documents over time", draw_progress(records, facts.answering_s)),
+        ("documents", "Documents completed over time", draw_progress(records, facts.answering_s)),
         ("memory", "Memory of the ranks", draw_memory(run)),
     ]
     drawn = [_section(name, chart) for name, _, chart in charts if isinstance(chart, Chart)]
@@ -113,12 +120,13 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
     for _, what, why in charts:
         if isinstance(why, str):
             missing.setdefault(why, []).append(what)
-    warnings = [*(f"A rank's trace is left out: {why}" for why in facts.skipped), *_warnings(run)]
+    warnings = [*(f"The trace of a rank is omitted: {why}" for why in facts.skipped), *_warnings(run)]
     head = [
         f"<h1>{escaped(facts.name)}</h1>",
         f'<p class="about">{escaped(facts.model)} · {escaped(facts.software)} · '
-        f"page made {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>",
-        f'<p class="about">cost: {escaped(facts.cost)}</p>' * bool(facts.cost),
+        f"page written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>",
+        f'<p class="about">Cost: {escaped(facts.cost)}</p>' * bool(facts.cost),
+        f'<p class="about">Prompt: <q>{escaped(facts.question)}</q></p>' * bool(facts.question),
         _tiles(facts, records),
         f'<section class="warn">{"".join(f"<p>{escaped(line)}</p>" for line in warnings)}</section>' * bool(warnings),
         _failures(records),
@@ -126,7 +134,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
     if missing:
         told = [f"{', '.join(what)}: {why}." for why, what in missing.items()]
         lines = [f'<p class="missing">{escaped(line)}</p>' for line in told]
-        drawn.append(f"<section><h2>Not recorded in this run</h2>{''.join(lines)}</section>")
+        drawn.append(f"<section><h2>Not available for this run</h2>{''.join(lines)}</section>")
     script, style = _read("page.js"), _palette() + _read("page.css")
     above, below = "".join(head), "".join(drawn)
     room = PAGE_BYTES - len((above + below).encode()) - len(script) - len(style) - 8_000
@@ -148,8 +156,15 @@ def pack_answers(records: Sequence[Record], room_bytes: int) -> tuple[str, str]:
         for chars in ANSWER_CHARS:
             packed = _pack(shown, chars)
             if len(packed) <= room_bytes or not shown:
-                return packed, _say_cut(records, shown, chars)
+                return packed, _describe_cut(records, shown, chars)
         shown = shown[: len(shown) // 2]
+
+
+def _question_of(identity: Mapping[str, Any]) -> str:
+    """Return the prompt for each document, if there is only one."""
+    prompt = identity.get("prompt")
+    template = prompt.get("template") if isinstance(prompt, Mapping) and "questions" not in identity else None
+    return _cut(" ".join(template.split()), PROMPT_CHARS) if isinstance(template, str) else ""
 
 
 def _pack(records: Sequence[Record], chars: int) -> str:
@@ -163,6 +178,7 @@ def _pack(records: Sequence[Record], chars: int) -> str:
         "unsupported": [-1 if (found := one.unsupported_count) is None else found for one in records],
         "marks": [[(flag["start"], flag["stop"]) for flag in one.flags if flag["stop"] < chars] for one in records],
         "question": [one.question[:chars] for one in records],
+        "ended": [ENDED_EARLY.get(one.finish_reason, "") if one.new_tokens else "" for one in records],
         "answer": [_cut(one.error if one.status == "error" else one.shown, chars) for one in records],
     }
     data = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
@@ -173,15 +189,15 @@ def _cut(text: str, chars: int) -> str:
     return text if len(text) <= chars else text[: max(0, chars - 1)] + "…"
 
 
-def _say_cut(records: Sequence[Record], shown: Sequence[Record], chars: int) -> str:
-    told = []
+def _describe_cut(records: Sequence[Record], shown: Sequence[Record], chars: int) -> str:
+    parts = []
     if len(shown) < len(records):
-        told.append(f"only the first {len(shown):,} of {len(records):,} documents are shown")
+        parts.append(f"only the first {len(shown):,} of {len(records):,} documents are shown")
     if any(len(one.shown) > chars for one in shown):
-        told.append(f"answers are truncated to {chars:,} characters")
-    if not told:
+        parts.append(f"answers are truncated to {chars:,} characters")
+    if not parts:
         return "Click a row to read the whole answer."
-    return f"To keep this file below {PAGE_BYTES / 1e6:.0f} MB {' and '.join(told)}; kvr inspect shows everything."
+    return f"To keep this file below {PAGE_BYTES / 1e6:.0f} MB {' and '.join(parts)}; kvr inspect shows everything."
 
 
 def _section(name: str, chart: Chart) -> str:
@@ -199,7 +215,10 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
     done = [one for one in records if one.status == "done"]
     tiles = [(f"{len(done):,}", "documents done"), (f"{len(records) - len(done):,}", "failed")]
     if facts.left:
-        tiles.append((f"{facts.left:,}", "not done yet"))
+        tiles.append((f"{facts.left:,}", "remaining"))
+    for reason, what in ENDED_EARLY.items():
+        if count := sum(one.is_cut_off if reason == "length" else one.finish_reason == reason for one in done):
+            tiles.append((f"{count:,}", f"answers {what}"))
     if done:
         tiles.append((_count(sum(one.prompt_tokens for one in done)), "prompt tokens"))
         tiles.append((_count(sum(one.new_tokens for one in done)), "new tokens"))
@@ -232,9 +251,10 @@ def _failures(records: Sequence[Record]) -> str:
         for reason, count in list(reasons.items())[:REASONS]
     )
     more = f'<p class="note">and {len(reasons) - REASONS} other reasons</p>' if len(reasons) > REASONS else ""
-    title = f"{counted(total, 'document')} failed, {next(iter(reasons.values())):,} of them for the same reason"
+    most = next(iter(reasons.values()))
+    title = f"{counted(total, 'document')} failed" + f", {most:,} of them for the same reason" * (most > 1)
     return (
-        f'<section id="failures"><h2>{title}</h2><table><thead><tr><th class="n wnum">documents</th><th>why</th></tr>'
+        f'<section id="failures"><h2>{title}</h2><table><thead><tr><th class="n wnum">count</th><th>reason</th></tr>'
         "</thead>"
         f"<tbody>{rows}</tbody></table>{more}</section>"
     )
@@ -245,31 +265,30 @@ def _warnings(run: TracedRun) -> list[str]:
     lines = []
     if run.backwards:
         lines.append(
-            f"{run.backwards} transfers arrived before they were sent: the ranks' clocks were not aligned well enough, "
-            f"so the timelines cannot be trusted."
+            f"{run.backwards} transfers arrived before they were sent: the clocks of the ranks were not aligned well "
+            f"enough, so the timelines are not reliable."
         )
     if full := sum(trace.is_full for trace in run.traces):
         lines.append(f"The trace of {counted(full, 'rank')} is full and ends early.")
     if damaged := sum(trace.damaged for trace in run.traces):
-        lines.append(f"{plain_number(damaged)} damaged lines of the trace are left out.")
+        lines.append(f"{plain_number(damaged)} damaged lines of the trace are omitted.")
     if run.incomplete:
-        lines.append(f"Only some ranks recorded {counted(run.incomplete, 'prompt')} of their chain: left out.")
+        lines.append(f"{counted(run.incomplete, 'prompt')} with incomplete traces omitted.")
     if any(trace.header.device == "cuda" for trace in run.traces):
         lines.append(
-            "On GPUs the trace has no layers: kernels run asynchronously, so the rank does not see when a layer is "
-            "computed."
+            "On GPUs, the trace has no layers: kernels run asynchronously, so their times are not known on the host."
         )
     return lines
 
 
 def _palette() -> str:
-    """Return the colours as CSS variables, for light and dark mode, and the classes of charts."""
+    """Return the colors as CSS variables, for light and dark mode, and the classes of charts."""
     days = []
     for dark in (False, True):
-        shades = {f"r{number}": colour for number, colour in enumerate(ramp(SHADES, dark))}
-        values = {name: pair[dark] for name, pair in COLOURS.items()} | shades
-        days.append(":root{" + "".join(f"--{name}:{colour};" for name, colour in values.items()) + "}")
-    names: Iterable[str] = (*COLOURS, *(f"r{number}" for number in range(SHADES)))
+        shades = {f"r{number}": color for number, color in enumerate(ramp(SHADES, dark))}
+        values = {name: pair[dark] for name, pair in COLORS.items()} | shades
+        days.append(":root{" + "".join(f"--{name}:{color};" for name, color in values.items()) + "}")
+    names: Iterable[str] = (*COLORS, *(f"r{number}" for number in range(SHADES)))
     classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in names)
     return f"{days[0]}@media (prefers-color-scheme: dark){{{days[1]}}}{classes}"
 

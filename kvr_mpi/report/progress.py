@@ -17,7 +17,7 @@ from kvr_mpi.store.record import Record
 
 # Minimum time between two lines about prefilled prompts of one rank; finished documents are always logged.
 LINE_S = 1.0
-# The time left is shown once this share of the work, or this many documents, is done: before, it would be a guess.
+# Minimum share of the work, or number of documents, that must be done before an estimate of the time left is shown.
 EVIDENCE_SHARE, EVIDENCE_DOCUMENTS = 0.04, 20
 UNKNOWN = "left unknown"
 
@@ -99,7 +99,7 @@ class Progress:
         if record.status == "error":
             what = f"error: {printable(record.error)}"
         else:
-            what = f"{record.prompt_tokens} tokens, {_times_of(record)}"
+            what = f"{record.prompt_tokens:,} tokens, {_times_of(record)}"
         level = logging.WARNING if record.status == "error" else logging.INFO
         self._log(f"{done}/{self._documents} {record.id}: {what}", f", {left}", level, record.id)
         if self._bar is not None:
@@ -122,16 +122,19 @@ class Progress:
         now = self._clock()
         if now - self._logged_s >= LINE_S:
             self._logged_s = now
-            after = f" after {known} known ones" if known else ""
-            self._log(f"prefilled {name}: {tokens} tokens{after} in {seconds:.2f} s", document=document)
+            cached = f" ({known:,} cached)" if known else ""
+            self._log(
+                f"prefilled {name}: {tokens:,}{' new' * bool(known)} tokens{cached} in {seconds:.2f} s",
+                document=document,
+            )
 
     def decoding(self, answers: int, tokens: int, token_s: float, stopping: str = "") -> None:
         """Report answers in progress: at most how many tokens each of them still needs, and the seconds per token.
 
         stopping : why no more documents are started; empty while they are.
         """
-        what = f"generating {counted(answers, 'answer')}, at most {counted(tokens, 'more token')} each"
-        text = f"{stopping}; " * bool(stopping) + f"{what}: up to {duration_text(tokens * token_s)}"
+        what = f"decoding {counted(answers, 'answer')}, up to {counted(tokens, 'more token')} each"
+        text = f"{stopping}; " * bool(stopping) + f"{what}: at most {duration_text(tokens * token_s)}"
         if self._bar is None or stopping:
             self._log(text)
         else:
@@ -143,7 +146,7 @@ class Progress:
         self._logger.log(level, text, extra={"document": document})
 
     def _left(self, done: int, work: int, prefilled: int) -> str:
-        """Describe the time left, or say that it is unknown."""
+        """Describe the time left, if it can be estimated."""
         if done >= self._documents:
             return "done"
         half_done = work + max(work, prefilled)
@@ -176,7 +179,7 @@ def _times_of(record: Record) -> str:
     """
     if record.parts > 1:
         parts = f"{record.parts - 1} parts and a combining prompt"
-        return f"{parts}: prefill {record.ttft_s:.2f} s, {record.new_tokens} tokens generated"
+        return f"{parts}: prefill {record.ttft_s:.2f} s, {record.new_tokens:,} tokens generated"
     # Other prompts are prefilled and decoded between its tokens.
     tokens = counted(record.new_tokens, "token")
-    return f"first token {record.ttft_s:.2f} s, last of {tokens} {record.decode_s:.2f} s later"
+    return f"TTFT {record.ttft_s:.2f} s, decode {record.decode_s:.2f} s ({tokens})"

@@ -1,15 +1,15 @@
-"""Colours and number formats of pages and plots.
+"""Colors and number formats of pages and plots.
 
-The colours are those of Okabe and Ito, which colour-blind readers can distinguish: one for kvr-mpi, one for waiting;
-other systems and bounds are grey. Text never relies on colour alone.
+The colors are those of Okabe and Ito, which color-blind readers can distinguish: one for kvr-mpi, one for waiting;
+other systems and bounds are gray. Text never relies on color alone.
 """
 
 from __future__ import annotations
 
 import math
 
-# Colours by name, for light and dark background.
-COLOURS = {
+# Colors by name, for light and dark background.
+COLORS = {
     "ours": ("#0072B2", "#56B4E9"),
     "soft": ("#7FB8D8", "#2F7FA8"),  # kvr-mpi, every second layer
     "wait": ("#D55E00", "#F0894A"),
@@ -24,30 +24,31 @@ COLOURS = {
     "page": ("#FFFFFF", "#14181D"),
     "card": ("#F6F8FA", "#1C222A"),
 }
-KILO = 1024
+KIB = 1024
 
 
 def tokens_text(tokens: float) -> str:
-    """Format a length: 512, 4k, 128k, 1M; k is 1024, as in the commands' options."""
-    for unit, name in ((KILO**2, "M"), (KILO, "k")):
+    """Format a length: 512, 4.1k, 128k, 1M; k is 1,000."""
+    for unit, name in ((1_000_000, "M"), (1_000, "k")):
         if tokens >= unit:
-            return f"{tokens / unit:.1f}".removesuffix(".0") + name
+            value = tokens / unit
+            return (f"{value:.1f}".removesuffix(".0") if value < 100 else f"{value:.0f}") + name
     return f"{tokens:.0f}"
 
 
 def bytes_text(size: float) -> str:
     """Format a size: 12 KiB, 3.4 MiB, 1.5 GiB, 3.1 TiB."""
     for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= KILO**power:
-            value = size / KILO**power
+        if size >= KIB**power:
+            value = size / KIB**power
             return (f"{value:.1f}".removesuffix(".0") if value < 10 else f"{value:.0f}") + f" {name}"
     return f"{size:.0f} B"
 
 
 def percent_text(share: float) -> str:
-    """Format a share: 0.4 %, 3 %, 62 %."""
+    """Format a share: 0.4%, 3%, 62%."""
     percent = 100 * share
-    return f"{percent:.1f} %" if 0 < abs(percent) < 1 else f"{percent:.0f} %"
+    return f"{percent:.1f}%" if 0 < abs(percent) < 1 else f"{percent:.0f}%"
 
 
 def plain_number(value: float) -> str:
@@ -68,15 +69,9 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def even_token_ticks(high: float, count: int = 6) -> list[float]:
-    """Return multiples of a power of two, from 0: 0, 2k, 4k."""
-    step = 2.0 ** math.ceil(math.log2(max(1.0, high / count)))
-    return [number * step for number in range(math.floor(high / step) + 1)]
-
-
 def ramp(count: int, dark: bool = False) -> list[str]:
-    """Return shades of the main colour, one per rank, the strongest first."""
-    ours, page = (bytes.fromhex(COLOURS[name][dark][1:]) for name in ("ours", "page"))
+    """Return shades of the main color, one per rank, the strongest first."""
+    ours, page = (bytes.fromhex(COLORS[name][dark][1:]) for name in ("ours", "page"))
     shares = [0.72 * number / max(1, count - 1) for number in range(count)]
     shades = [bytes(round(a + share * (b - a)) for a, b in zip(ours, page, strict=True)) for share in shares]
     return [f"#{shade.hex().upper()}" for shade in shades]

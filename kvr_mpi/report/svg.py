@@ -1,6 +1,6 @@
 """Charts as SVG: scales, axes and marks.
 
-All text in a drawing is escaped here. Colours are CSS classes (``f-NAME`` for fills, ``s-NAME`` for strokes), so that a
+All text in a drawing is escaped here. Colors are CSS classes (``f-NAME`` for fills, ``s-NAME`` for strokes), so that a
 page can have a dark mode; there are no style attributes, which a strict content policy would block.
 """
 
@@ -89,14 +89,14 @@ class Drawing:
         end: float,
         name: str,
         ticks: Sequence[float] | None = None,
-        say: Format = plain_number,
+        text_of: Format = plain_number,
         left: float = LEFT,
     ) -> Scale:
         """Add the horizontal axis, from 0 to `end`; return its scale."""
         scale = Scale(end, left, self.width - RIGHT)
         for tick in nice_ticks(0, end) if ticks is None else ticks:
             self.line([(scale(tick), TOP), (scale(tick), self.height - BOTTOM)], "grid", width=1)
-            self.x_tick(scale(tick), say(tick))
+            self.x_tick(scale(tick), text_of(tick))
         self.x_name(scale.middle, name)
         return scale
 
@@ -108,13 +108,15 @@ class Drawing:
         """Add the name of the horizontal axis."""
         self.text(at, self.height - 6, name, anchor="middle")
 
-    def y_axis(self, end: float, name: str, ticks: Sequence[float] | None = None, say: Format = plain_number) -> Scale:
+    def y_axis(
+        self, end: float, name: str, ticks: Sequence[float] | None = None, text_of: Format = plain_number
+    ) -> Scale:
         """Add the vertical axis, from 0 to `end`; return its scale."""
         scale = Scale(end, self.height - BOTTOM, TOP)
         for tick in nice_ticks(0, end) if ticks is None else ticks:
             at = scale(tick)
             self.line([(LEFT, at), (self.width - RIGHT, at)], "grid", width=1)
-            self.text(LEFT - 7, at + 4, say(tick), anchor="end")
+            self.text(LEFT - 7, at + 4, text_of(tick), anchor="end")
         self.parts.append(
             f'<text class="quiet" text-anchor="middle" transform="translate(13 {_n(scale.middle)}) rotate(-90)">'
             f"{escaped(name)}</text>"

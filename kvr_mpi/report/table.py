@@ -38,25 +38,25 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
 
 
 def cut_off_line(cut: int, answers: int) -> str:
-    """Say how many answers ended at `generation.max_new_tokens`, and what to do."""
+    """Describe how many answers ended at `generation.max_new_tokens`, and what to do."""
     return (
-        f"{cut} of {counted(answers, 'answer')} cut off at generation.max_new_tokens (finish_reason = length): for "
-        f"whole answers, raise it, and run the job with another output.path"
+        f"{cut:,} of {counted(answers, 'answer')} cut off at generation.max_new_tokens (finish_reason = length): raise "
+        f"it and rerun into a new output.path"
     )
 
 
 def repeated_line(repeated: int, answers: int) -> str:
-    """Say how many answers were ended because they repeated themselves, and what to do."""
+    """Describe how many answers were stopped because they repeated themselves, and what to do."""
     return (
-        f"{repeated} of {counted(answers, 'answer')} ended early because they only repeated themselves (finish_reason "
-        f"= repetition): use a larger model, or set generation.repetition_penalty = 1.1"
+        f"{repeated:,} of {counted(answers, 'answer')} stopped because they repeated themselves (finish_reason = "
+        f"repetition): use a larger model, or set generation.repetition_penalty = 1.1"
     )
 
 
-def _told(record: Record) -> str:
+def _how_computed(record: Record) -> str:
     """Describe how a prompt was computed: its slices, its computed tokens, or its number of prompts."""
     if record.question and record.computed_tokens < record.prompt_tokens:
-        return f"{record.computed_tokens} computed"
+        return f"{record.computed_tokens:,} computed"
     if record.parts > 1:
         return f"{record.parts} prompts"
     return "+".join(str(b - a) for a, b in zip(record.slices, record.slices[1:], strict=False))
@@ -94,7 +94,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
             example, example_is_done = record.id, record.status == "done"
         _add_row(table, record)
     console.print(table)
-    lines = [f"... and {summary.documents - table.row_count} more"] if summary.documents > table.row_count else []
+    lines = [f"... and {summary.documents - table.row_count:,} more"] if summary.documents > table.row_count else []
     if summary.failed:
         lines += ["\nerrors:", *(f"  {line}" for line in reason_lines(summary.reasons))]
     lines += [f"\nanswers by a {cache}" for cache in caches]
@@ -106,7 +106,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
         hints.insert(1, f"{kvr} inspect {where} {shlex.quote(example)}")
     hints = hints[by_inspect:]
     lines += [
-        f"\n{summary.done} done, {summary.failed} failed. Results: {result}",
+        f"\n{summary.done:,} done, {summary.failed:,} failed. Results: {result}",
         *(f"{'' if number else 'See the results:':<16}  {hint}" for number, hint in enumerate(hints)),
     ]
     for line in lines:
@@ -125,7 +125,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 def open_console(width: int) -> Console:
     """Return a console on standard output."""
-    # Open MPI gives its ranks a terminal even if the output goes to a file, so never use colours.
+    # Open MPI gives its ranks a terminal even if the output goes to a file, so never use colors.
     return Console(file=sys.stdout, width=width, highlight=False, force_terminal=False)
 
 
@@ -144,11 +144,11 @@ def _add_row(table: Table, record: Record) -> None:
         return
     table.add_row(
         _short(record.id),
-        str(record.prompt_tokens),
-        f"{100 * record.coverage:.0f} %",
-        _told(record),
+        f"{record.prompt_tokens:,}",
+        f"{100 * record.coverage:.0f}%",
+        _how_computed(record),
         "" if record.parts > 1 else f"{record.ttft_s:.2f} s",
-        f"{record.prefill_tokens_per_s:.0f}",
+        f"{record.prefill_tokens_per_s:,.0f}",
         "" if record.unsupported_count is None else str(record.unsupported_count),
         _short(record.marked or record.shown),
     )

@@ -48,12 +48,12 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
     prompt = spec.prompt
     context = prompt.max_tokens or shape.max_tokens or 1 << 62
     if shape.max_tokens is not None and context > shape.max_tokens:
-        raise ConfigError(f"prompt.max_tokens = {context}: this model's context has {shape.max_tokens} tokens")
+        raise ConfigError(f"prompt.max_tokens = {context}: the context of this model has {shape.max_tokens:,} tokens")
     room = context - spec.generation.max_new_tokens
     if room < 1:
         raise ConfigError(
             f"generation.max_new_tokens = {spec.generation.max_new_tokens} leaves no room for a prompt in a context of "
-            f"{context} tokens; lower it"
+            f"{context:,} tokens; lower it"
         )
     frame = make_frame(
         tokenizer,
@@ -66,8 +66,8 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
     )
     if 2 * prompt.overlap_tokens > frame.text_budget:
         raise ConfigError(
-            f"prompt.overlap_tokens = {prompt.overlap_tokens}: expected at most half of the {frame.text_budget} tokens "
-            f"of text that fit into a prompt"
+            f"prompt.overlap_tokens = {prompt.overlap_tokens}: expected at most half of the "
+            f"{frame.text_budget:,} tokens of text that fit into a prompt"
         )
     return replace(frame, overlap=prompt.overlap_tokens)
 
@@ -235,9 +235,9 @@ def forecast_of(
         return replace(forecast, new_tokens=expected_tokens(history.jobs, forecast.new_tokens))
     if given is None:
         raise ConfigError(
-            f"the speed of a rank is unknown: give --hardware {', '.join(profiles())} (profiles), a JSON file with "
-            "the same keys, or a lookup table of this model, which kvr search measures; or run a job of at least "
-            f"{LEAST_S:.0f} s with this model here, whose speed later plans use"
+            f"the speed of a rank is unknown: use --hardware with a profile ({', '.join(profiles())}), a JSON file "
+            "with the same keys, or a lookup table from kvr search; or first run a job of at least "
+            f"{LEAST_S:.0f} s with this model, whose speed later plans use"
         )
     if holds_tables(Path(given)):
         tables = _tables(Path(given), outline, size)
@@ -314,8 +314,8 @@ def _tables(place: Path, outline: LoadedModel, tensor_parallel: int) -> list[Tab
     """Read the lookup tables of one machine for this model and dtype; refuse tables of several machines."""
     if tensor_parallel > 1:
         raise ConfigError(
-            f"lookup table {str(place)!r}: it was measured on ranks that hold the whole model, but the job has "
-            f"parallel.tensor_parallel = {tensor_parallel}; give a profile: {', '.join(profiles())}"
+            f"lookup table {str(place)!r}: it was measured with the whole model on each rank, but the job has "
+            f"parallel.tensor_parallel = {tensor_parallel}; use a profile: {', '.join(profiles())}"
         )
     dtype = str(outline.dtype).removeprefix("torch.")
     remedy = f"Measure one with kvr search, or give a profile: {', '.join(profiles())}"

@@ -33,7 +33,7 @@ MOST_RANKS = 128  # plans for more ranks take seconds, during which all ranks wo
 # counts as much as JOBS_BEFORE jobs.
 MODEL_SIGMA, JOB_SIGMA, JOBS_BEFORE = 0.3, 0.08, 3
 LENGTH_SIGMA = 0.4  # prior standard deviation, between jobs, of the logarithm of the answer length without a limit
-# 80 % of a normal distribution lie within this many standard deviations.
+# 80% of a normal distribution lie within this many standard deviations.
 WITHIN = 1.2816
 DATE = "%Y-%m-%dT%H:%M:%SZ"
 
@@ -72,7 +72,7 @@ class History(Strict):
     def source(self) -> str:
         """Description of where the costs come from."""
         ranks = counted(self.ranks, "rank")
-        return f"rates of earlier jobs with this model on {ranks} here ({self.device}); memory unknown"
+        return f"rates of earlier jobs with this model on {ranks} ({self.device}); memory unknown"
 
     def after(self, job: PastJob) -> History:
         """Append a job, and scale the rates, and with them all forecasts, to how long jobs have taken.
@@ -92,7 +92,7 @@ class History(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The expected duration of a job, including its start; 80 % of jobs lie between `low_s` and `high_s`."""
+    """The expected duration of a job, including its start; 80% of jobs lie between `low_s` and `high_s`."""
 
     low_s: float
     seconds: float
@@ -107,16 +107,16 @@ class Expected:
 
     def __str__(self) -> str:
         """Describe the interval in one line."""
-        start = f"{duration_text(self.start_s)} of it to start"
-        return f"{expected_text(self.range_s)}, {start}; based on {counted(self.jobs, 'job')} with this model here"
+        start = f"including {duration_text(self.start_s)} of startup"
+        return f"{expected_text(self.range_s)}, {start}; based on {counted(self.jobs, 'earlier job')} with this model"
 
 
 def is_forecast(spec: JobSpec) -> bool:
     """Whether jobs of this kind are forecast and added to the history."""
     is_plain = spec.is_plain or spec.parallel.tensor_parallel > 1
-    goes_on = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
+    continues = spec.questions is not None or bool(spec.prompts) or spec.documents.reuse is not None
     asks_more = spec.generation.n > 1 or spec.generation.scores or spec.generation.max_new_tokens == 0
-    return not (is_plain or goes_on or asks_more or spec.parallel.table is not None)
+    return not (is_plain or continues or asks_more or spec.parallel.table is not None)
 
 
 def expect(jobs: Sequence[PastJob], prefill_s: float, decode_s: float, limit_tokens: int) -> Expected:

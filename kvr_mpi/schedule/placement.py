@@ -106,9 +106,9 @@ def schedule(
 ) -> Schedule:
     """Choose the chain length, ranks and start of every document so that the last one ends as early as possible.
 
-    All documents run on one rank each if they fit and the batch then ends at most 2 % later. Otherwise, a chain longer
+    All documents run on one rank each if they fit and the batch then ends at most 2% later. Otherwise, a chain longer
     than a document's memory requires must have a parallel efficiency of at least `min_efficiency`, unless the batch
-    would end more than 2 % later without it, or later than with chains of one fixed length.
+    would end more than 2% later without it, or later than with chains of one fixed length.
 
     documents : unique ids and tokens, in the order in which a chain takes them; a document of 0 tokens is only an error
         record and takes no time.
@@ -173,11 +173,9 @@ def _explain_misfits(lengths: Iterable[int], ranks: int, fits: Fits) -> dict[int
         while power <= MOST_DOUBLINGS and not fits(tokens, ranks << power):
             power += 1
         helps = power <= MOST_DOUBLINGS
-        advice = (
-            f"start {ranks << power} ranks" if helps else "more ranks do not help: it needs more memory on each rank"
-        )
+        advice = f"use {ranks << power} ranks" if helps else "more ranks do not help: each rank needs more memory"
         chain = f"a chain of up to {counted(ranks, 'rank')}"
-        reasons[tokens] = f"{tokens} tokens do not fit into the memory of {chain}; {advice}"
+        reasons[tokens] = f"{tokens:,} tokens do not fit into the memory of {chain}; {advice}"
     return reasons
 
 
@@ -197,7 +195,7 @@ def _lay_out(
         start = max(free.get(rank, 0) for rank in range(first, first + length))
         end = start + int(times[row, column] if times[row, column] < NEVER else times[row, 0])
         free.update(dict.fromkeys(range(first, first + length), end))
-        reason = _reason(choice, row, lengths) if tokens else "it only gets an error record"
+        reason = _reason(choice, row, lengths) if tokens else "unreadable; recorded as an error"
         placements.append(Placement(name, tokens, first, length, start / 1e6, end / 1e6, reason))
     return tuple(placements)
 
@@ -207,7 +205,7 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
     times, shares, column = choice.times[row], choice.shares[row], int(choice.plan.columns[row])
     possible = np.flatnonzero(times < NEVER)
     if column not in possible:
-        return "shorter than the chain: its last rank computes it alone"
+        return "shorter than the chain: runs on its last rank"
     if choice.is_given:
         return "as parallel.ranks_per_chain says"
     if column == possible[0]:
@@ -215,17 +213,17 @@ def _reason(choice: _Choice, row: int, lengths: Sequence[int]) -> str:
             return "does not fit on fewer ranks"
         longer = int(possible[1]) if len(possible) > 1 else 0
         if longer and shares[longer] < choice.limit and choice.later is None:
-            return f"a chain of {lengths[longer]} would be {100 * shares[longer]:.0f} % efficient"
-        return "a longer chain would not end the batch noticeably sooner"
+            return f"a chain of {lengths[longer]} would have an efficiency of only {100 * shares[longer]:.0f}%"
+        return "more ranks would not help"
     below = int(possible[possible < column][-1])
     took, before, whole = (duration_text(int(t) / 1e6) for t in (times[column], times[below], choice.plan.makespan))
-    late = f", and the whole batch takes {whole}" if times[below] > choice.plan.makespan else ""
+    late = f"; the whole batch takes {whole}" if times[below] > choice.plan.makespan else ""
     faster = f"{took} instead of {before} on {counted(lengths[below], 'rank')}{late}"
     if times[column] >= times[below]:
-        faster = f"no faster than on {counted(lengths[below], 'rank')}, but the batch ends no later"
-    reason = f"{faster}; {100 * shares[column]:.0f} % efficient"
+        faster = f"as slow as on {counted(lengths[below], 'rank')}, but without delay for the batch"
+    reason = f"{faster}; efficiency {100 * shares[column]:.0f}%"
     if choice.later is not None and shares[column] < choice.limit:
-        reason += f", but without such chains the batch would end {100 * (choice.later - 1):.0f} % later"
+        reason += f", but without such chains the batch would take {100 * (choice.later - 1):.0f}% longer"
     return reason
 
 
@@ -298,7 +296,7 @@ def tabulate_times(tokens: Sequence[int], lengths: Sequence[int], seconds: Secon
                 found = seconds(count, length)
                 if not (math.isfinite(found) and found >= 0):
                     raise ConfigError(
-                        f"predicted time of {count} tokens on {counted(length, 'rank')} is {found} s; expected a "
+                        f"predicted time of {count:,} tokens on {counted(length, 'rank')} is {found} s; expected a "
                         f"finite number of at least 0: check the rates or the hardware profile"
                     )
                 table[row, column] = min(max(1, round(found * 1e6)), NEVER - 1)

@@ -100,7 +100,7 @@ def describe_schedule(plan: Schedule) -> list[str]:
         f"{count} on chains of {length} ranks" for length, count in sorted(counts.items(), reverse=True) if length > 1
     ]
     shares += [f"{counts[1]} on one rank each"] if 1 in counts else []
-    shares += [f"{errors} only with an error record"] if (errors := len(plan.placements) - counts.total()) else []
+    shares += [f"{errors} unreadable"] if (errors := len(plan.placements) - counts.total()) else []
     lines = ["documents: " + (", ".join(shares) or "none")]
     if plan.does_not_fit:
         lines[0] += f"; {len(plan.does_not_fit)} do not fit into memory"
@@ -108,15 +108,15 @@ def describe_schedule(plan: Schedule) -> list[str]:
         return lines
     over = 100 * (plan.makespan_s / plan.lower_bound_s - 1)
     lines.append(
-        f"predicted {duration_text(plan.makespan_s)}, {over:.1f} % "
-        f"above the lower bound {duration_text(plan.lower_bound_s)}"
+        f"predicted time: {duration_text(plan.makespan_s)}, {over:.1f}% above the lower bound of "
+        f"{duration_text(plan.lower_bound_s)}"
     )
     alone = plan.data_parallel_s
     lines.append(
-        "all on one rank each: "
+        "one rank per document: "
         + ("some do not fit" if alone is None else f"{duration_text(alone)} ({alone / plan.makespan_s:.2f} x)")
     )
     if plan.best_fixed is not None and plan.best_fixed[0] > 1:
         length, seconds = plan.best_fixed
-        lines[-1] += f"; all on chains of {length}: {duration_text(seconds)} ({seconds / plan.makespan_s:.2f} x)"
+        lines[-1] += f"; chains of {length} for all: {duration_text(seconds)} ({seconds / plan.makespan_s:.2f} x)"
     return lines

@@ -66,13 +66,11 @@ def check_lengths(work: Workload, contexts: Sequence[int], ranks: Sequence[int])
         if work.max_tokens is not None and tokens > work.max_tokens:
             longer = [name for name, shape in SHAPES.items() if (shape.max_tokens or tokens) >= tokens]
             raise ConfigError(
-                f"{tokens} tokens exceed the {work.max_tokens} of {work.name}; shapes for this length: "
+                f"{tokens:,} tokens exceed the context of {work.name} ({work.max_tokens:,}); longer ones: "
                 f"{', '.join(longer)}"
             )
         if tokens < max(ranks):
-            raise ConfigError(
-                f"{max(ranks)} ranks for {tokens} tokens: every rank needs at least one; use at most {tokens} ranks"
-            )
+            raise ConfigError(f"{max(ranks)} ranks for {tokens:,} tokens: use at most one rank per token")
 
 
 def simulate(work: Workload, costs: Costs, contexts: Sequence[int], ranks: Sequence[int]) -> list[ForecastRow]:

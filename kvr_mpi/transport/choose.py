@@ -152,7 +152,7 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
 
     NCCL makes a connection while both ranks wait, and may wait for transfers that are under way.
 
-    Links connect neighbours in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
+    Links connect neighbors in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
     rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks,
     which also sum. NCCL connects each direction of a pair while both ranks wait (0.3 to 1 s), so pairs with different
     ranks connect at the same time (`in_rounds`).

@@ -1,7 +1,7 @@
 """Measurement of links between ranks, and of clock offsets.
 
 A link connects a rank to the next; it has a latency and a bandwidth, and is intact if data arrive unchanged. Links from
-even ranks are measured first, then those from odd ranks, so that a rank talks to one neighbour at a time.
+even ranks are measured first, then those from odd ranks, so that a rank talks to one neighbor at a time.
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ class MpiTransport:
 
 
 def measure_needs_progress(world: MpiTransport) -> bool:
-    """Measure `Transport.needs_progress` between neighbours on each host; every rank calls this.
+    """Measure `Transport.needs_progress` between neighbors on each host; every rank calls this.
 
     MPIs copy large messages directly from the sender's memory (CMA: ``process_vm_readv``), unless the kernel or a
     container forbids that.

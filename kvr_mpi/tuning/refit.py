@@ -84,8 +84,8 @@ def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, logger: RankLog
         waited = max(seen.wait_s) / seen.ttft_s
         logger.info(
             f"  run {len(result.observations)}: {split} took {seen.ttft_s:.3f} s (predicted {predicted_s:.3f} s, "
-            f"{100 * (seen.ttft_s / predicted_s - 1):+.1f} %); busy {_list(seen.busy_s)} s, "
-            f"longest wait {100 * waited:.1f} %"
+            f"{100 * (seen.ttft_s / predicted_s - 1):+.1f}%); busy {_list(seen.busy_s)} s, "
+            f"longest wait {100 * waited:.1f}%"
         )
         split, predicted_s = best_split(result.costs, tokens, ranks, quantum=QUANTUM_TOKENS)
         if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
@@ -119,7 +119,7 @@ def fit(start: Costs, observations: Sequence[Observation]) -> Costs:
 
 
 def _solve(start: Costs, observations: Sequence[Observation], theta: Array, deviations: Array) -> Array:
-    """Minimise the squared residuals and the deviation from the prior."""
+    """Minimize the squared residuals and the deviation from the prior."""
     from scipy.optimize import least_squares
 
     weights = 1 / deviations
@@ -134,7 +134,7 @@ def _solve(start: Costs, observations: Sequence[Observation], theta: Array, devi
 
 
 def _logs(costs: Costs, observations: Sequence[Observation]) -> tuple[Array, Array]:
-    """Logarithms of the modelled times of every rank (runs, ranks) and chain (runs,)."""
+    """Logarithms of the modeled times of every rank (runs, ranks) and chain (runs,)."""
     busy = np.log([busy_seconds(costs, seen.partition.lengths) for seen in observations])
     return busy, np.log([chain_seconds(costs, seen.partition.lengths) for seen in observations])
 
@@ -224,7 +224,7 @@ def steady(split: Partition, predicted_s: float, run: RunSlices, logger: RankLog
 
 
 def _choose(result: Refit) -> Partition:
-    """Choose the split with the best combination of measured and modelled time, since both have errors."""
+    """Choose the split with the best combination of measured and modeled time, since both have errors."""
 
     def expected_of(split: Partition) -> float:
         times = result.times_of(split)

@@ -76,5 +76,5 @@ def describe_entry(entry: TableEntry) -> str:
     """Describe an entry and its origin."""
     return (
         f"{entry.partition} with {entry.ttft_s:.3f} s, predicted {entry.predicted_ttft_s:.3f} s "
-        f"({100 * (entry.ttft_s / entry.predicted_ttft_s - 1):+.1f} %), after {counted(entry.runs, 'run')}"
+        f"({100 * (entry.ttft_s / entry.predicted_ttft_s - 1):+.1f}%), after {counted(entry.runs, 'run')}"
     )

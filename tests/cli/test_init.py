@@ -46,7 +46,7 @@ def test_the_job_says_what_was_wanted_and_runs(place: Path, tiny_model_dir: Path
     assert code == EXIT_OK and "a.txt" in out and "1 .docx" in out, err
     before = Path("minutes.toml").read_bytes()
     code, _, err = run_kvr(*words)
-    assert code == EXIT_CONFIG and "already exists and is not overwritten" in err
+    assert code == EXIT_CONFIG and "already exists; choose another name" in err
     assert Path("minutes.toml").read_bytes() == before
 
 
@@ -55,7 +55,7 @@ def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir
     for name, content in {**bad, "z.txt": b"The harbour was quiet.", "zz.txt": b"Nobody saw it."}.items():
         (place / "my corpus" / name).write_bytes(content)
     code, out, _ = run_kvr("init", "job.toml", "--corpus", "my corpus", "--model", tiny_model_dir)
-    assert code == EXIT_OK and "3 documents of the first 6 will have error records" in out
+    assert code == EXIT_OK and "3 of the first 6 documents cannot be processed" in out
     for name, why in {"nothing.txt": "is empty", "program.txt": "a binary file", "latin.txt": "byte 0xe9"}.items():
         assert any(line.startswith(f"  {name}: ") and why in line for line in out.splitlines()), out
     assert load_job(Path("job.toml"), (), {})[0].output.max_failed == 3

@@ -141,7 +141,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
         found = read_status(tmp_path, now)
         assert found.rate_per_h is None and found.eta_s is None and found.done == 1
     text = CliRunner().invoke(group, ["status", str(tmp_path)]).output
-    assert f"{len(NAMES)}: 1 done, 1 failed, {len(NAMES) - 2} left" in text and "job       running" in text
+    assert f"1 done, 1 failed, {len(NAMES) - 2} of {len(NAMES)} remaining" in text and "job       running" in text
     told = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)
     assert told["done"] == 1
     warned = CliRunner().invoke(group, ["export", str(tmp_path)])

@@ -16,7 +16,7 @@ import pytest
 from constants import SMOLLM, Kvr
 from made_runs import write_run
 
-from kvr_mpi.cli.environment import is_offline, tell_libraries
+from kvr_mpi.cli.environment import configure_libraries, is_offline
 from kvr_mpi.cli.files import find_shipped
 from kvr_mpi.cli.launch import importing, run_guarded
 from kvr_mpi.cli.log_lines import quiet_libraries
@@ -55,7 +55,7 @@ def test_offline_as_the_hub_library_reads_it_and_by_default_in_a_job(value: str,
 
 def test_libraries_get_settings_that_the_user_has_not_made() -> None:
     environ = {"TORCH_CPP_LOG_LEVEL": "INFO"}
-    tell_libraries(environ)
+    configure_libraries(environ)
     assert environ["CUDA_MODULE_LOADING"] == "EAGER" and environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
     assert "TRITON_CACHE_DIR" not in environ, "only jobs compile on the node"
 
@@ -64,7 +64,7 @@ def test_what_ranks_compile_is_kept_where_nobody_else_can_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def caches(**environ: str) -> dict[str, Path]:
-        tell_libraries(environ)
+        configure_libraries(environ)
         return {name: Path(environ[name]) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "KVR_CACHE")}
 
     node = tmp_path / "node"

@@ -93,7 +93,7 @@ def test_a_profile_is_placed_and_compresses(job: Path, tmp_path: Path, run_kvr: 
     code, out, err = run_kvr("search", job, *METHOD, *groups, "--heads", output)
     assert code == EXIT_OK, err
     assert "3 layers of 2 KV heads" in out and "mean_centred" in out
-    assert "left out: doc-0.txt: shorter than the budget" in err
+    assert "skipped: doc-0.txt: shorter than the budget" in err
     found = json.loads(output.read_text())
     each = np.array(found["of_each_document"])
     assert found["documents"] == [f"doc-{n}.txt" for n in range(1, 5)] and each.shape == (4, 3, 2)

@@ -46,7 +46,7 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
     before = list(open_results(tmp_path / "out"))
     assert run_here(1, [job, "--resume"]).returncode == 65
     assert list(open_results(tmp_path / "out")) == before, "nothing is repeated, nor what failed"
-    assert "finished, 1 with an error record (--retry-failed tries them again)" in state()
+    assert "finished, 1 failed (retry them with --retry-failed)" in state()
 
 
 @pytest.mark.slow

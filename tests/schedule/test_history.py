@@ -43,7 +43,7 @@ def a_history(ranks: int = 2, device: str = "a processor", **more: Any) -> Histo
 
 
 def test_four_of_five_jobs_end_within_their_interval() -> None:
-    """On machines that are slower than the model by any factors, and scatter by 6 %; jobs of every kind."""
+    """On machines that are slower than the model by any factors, and scatter by 6%; jobs of every kind."""
     draw, inside, widths = random.Random(0), 0, []
     for _ in range(100):
         factors, jobs = (draw.uniform(0.8, 1.5), draw.uniform(0.8, 1.5)), []

@@ -112,18 +112,21 @@ def test_a_plan_has_every_document_once_and_keeps_its_bounds(
 
 
 def test_a_chain_that_is_not_worth_it_is_not_taken() -> None:
-    """On one rank the long document would end 5 % later than on two: too much, unless the others take as long."""
+    """On one rank the long document would end 5% later than on two: too much, unless the others take as long."""
 
     def steep(tokens: int, ranks: int) -> float:
         """Nine tenths of a document's work are not shared out."""
         return tokens * (0.9 + 0.1 / ranks)
 
-    later = "53 % efficient, but without such chains the batch would end 5 % later"
-    for others, ranks, reason in (([250] * 6, 2, later), ([985] * 2, 1, "a chain of 2 would be 53 % efficient")):
+    later = "efficiency 53%, but without such chains the batch would take 5% longer"
+    for others, ranks, reason in (
+        ([250] * 6, 2, later),
+        ([985] * 2, 1, "a chain of 2 would have an efficiency of only 53%"),
+    ):
         plan = schedule([("long", 1000), *numbered(others)], 4, steep, anything_fits, min_efficiency=0.9)
         (place,) = (place for place in plan.placements if place.id == "long")
         assert place.ranks == ranks and place.reason.endswith(reason)
-    for count, chain in ((101, 4), (401, 1)):  # on chains the batch would end 3 % or less than 1 % sooner
+    for count, chain in ((101, 4), (401, 1)):  # on chains the batch would end 3% or less than 1% sooner
         plan = schedule(numbered([100] * count), 4, lambda tokens, ranks: tokens / ranks, anything_fits)
         assert plan.chain_lengths == (chain,)
     needed = schedule(numbered([100_000] * 2), 4, steep, only_short_ones_fit, min_efficiency=1.0).placements

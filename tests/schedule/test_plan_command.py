@@ -42,9 +42,9 @@ def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) 
     command = [str(job), "--ranks", "4", "--hardware", "h200"]
     # Once as a user starts it, without MPI.
     text = subprocess.run([kvr, "plan", *command], capture_output=True, text=True, check=True).stdout
-    for words in ("profile h200: data sheet", "lower bound", "2: ", "8: ", "all on one rank each"):
+    for words in ("profile h200: data sheet", "lower bound", "2: ", "8: ", "one rank per document"):
         assert words in text, text
-    assert "2 documents will have error records" in text
+    assert "2 documents cannot be processed" in text
     assert "  empty.txt: the document is empty" in text
 
     found = planned(*command)
@@ -90,7 +90,7 @@ def test_a_slow_machine_makes_a_chain(job: Path, tmp_path: Path, monkeypatch: py
     slow.write_text(json.dumps(profile | {"memory_bytes": 1000.0}))
     found = planned(*command)
     assert len(found["misfits"]) == 12 and "more ranks do not help" in found["misfits"][0]["reason"]
-    assert shown(*command).count("FITS NOWHERE") == 12
+    assert shown(*command).count("does not fit in memory: ") == 12
 
 
 def test_a_lookup_table_of_this_model_says_what_things_cost(
@@ -148,7 +148,7 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     longer = planned(*command, *with_settings("generation.max_new_tokens=100"))
     assert longer["makespan_s"] == found["makespan_s"]
     assert planned(*command, "--hardware", "h200")["expected"] is None
-    words = r"expected: .* in 80 % of cases\), 9.00 s of it to start; based on 2 jobs with this model here"
+    words = r"expected: .* in 80% of cases\), including 9.00 s of startup; based on 2 earlier jobs with this model"
     assert re.search(words, shown(*command)) and "not included" not in shown(*command)
 
 

@@ -127,7 +127,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     assert "set -- 'the out' 3\n" in gather and "#SBATCH --job-name=kvr-job-gather\n" in gather
     assert "for the longest of 3 shares" in err and re.search(r"predicted cost: \S+ node hours, \S+ GPU hours", err)
     assert re.search(r"GPU memory: at least \S+ \S+ per rank", err)
-    assert "host memory" not in err and "keys and values" not in err and "asks for no GPUs" not in err
+    assert "host memory" not in err and "keys and values" not in err and "requests no GPUs" not in err
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(1, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
@@ -186,7 +186,7 @@ def test_what_is_unknown_or_undecided_is_said(
     code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print", "--time=9", *options)
     assert code == EXIT_OK and "#SBATCH --time=9\n" in out and "#SBATCH --gpus-per-node" not in out
     assert "no forecast of time, cost and memory: the speed of a rank is unknown" in err
-    assert ("asks for no GPUs" in err) == (words is not None) and (words or "") in err
+    assert ("requests no GPUs" in err) == (words is not None) and (words or "") in err
 
 
 def test_options_win_over_the_users_defaults(

@@ -139,7 +139,7 @@ def test_runs_that_are_no_shares_of_one_job_are_refused(array: Path, tmp_path: P
         ),
         (["merge", array, tmp_path / "again", *target], EXIT_BAD_DATA, "'doc-03' is in "),
         (["export", array, tmp_path / "again"], EXIT_BAD_DATA, "'doc-03' is in "),
-        (["merge", array], EXIT_USAGE, "12 runs to merge: name a file with -o FILE"),
+        (["merge", array], EXIT_USAGE, "12 runs to merge: specify the output file with -o FILE"),
     ):
         code, _, err = run_kvr(*command)
         assert code == wanted and words in err, err

@@ -26,7 +26,7 @@ LLAMA = costs_on_paper("Llama 7B", paper_hardware()).costs
 
 
 class Machine:
-    """Rates somewhere around the known ones, ranks that differ by 2 %, and runs that differ by 3 %."""
+    """Rates somewhere around the known ones, ranks that differ by 2%, and runs that differ by 3%."""
 
     def __init__(self, known: Costs, ranks: int, seed: int, noise: float = 0.03) -> None:
         self.random, self.noise, self.runs = np.random.default_rng(seed), noise, 0

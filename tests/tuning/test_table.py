@@ -87,7 +87,7 @@ def test_between_entries_shares_lie_between(tokens: int, ranks: int) -> None:
     for bound, low, high in zip(split.bounds, below.bounds, above.bounds, strict=True):
         shares = sorted([low / below.tokens, high / above.tokens])
         assert shares[0] * tokens - QUANTUM_TOKENS <= bound <= shares[1] * tokens + QUANTUM_TOKENS
-    # KVR-P is nearly KVR-S: within 1.3 % in the paper. Slices are rounded by part of the shortest slice.
+    # KVR-P is nearly KVR-S: within 1.3% in the paper. Slices are rounded by part of the shortest slice.
     rounding = 2 * QUANTUM_TOKENS / min(split.lengths)
     best_s = best_split(COSTS, tokens, ranks, quantum=1)[1]
     assert chain_seconds(COSTS, split.lengths) < (1.013 + rounding) * best_s

@@ -1,5 +1,5 @@
 "use strict";
-// Unpacks the answers, searches them, and shows some at a time. Text from documents is only ever inserted as text.
+// Unpacks and searches the answers, and shows some at a time. Text from documents is only ever inserted as text.
 (async () => {
   const PAGE = 50;
   const at = (id) => document.getElementById(id);
@@ -10,7 +10,7 @@
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
     docs = JSON.parse(await new Response(stream).text());
   } catch (error) {
-    count.textContent = "This browser cannot unpack the answers (it needs DecompressionStream, in browsers since 2023).";
+    count.textContent = "This browser cannot show the answers: it lacks DecompressionStream (in all browsers since 2023).";
     return;
   }
   const total = docs.id.length;
@@ -48,14 +48,18 @@
     inner.append(characters.slice(at).join(""));
   };
 
-  const cell = (row, text, kind) => {
+  const cell = (row, text, kind, about = {}) => {
     const made = document.createElement("td");
     made.className = kind;
-    const inner = document.createElement("div");
-    inner.textContent = text;
-    made.append(inner);
+    for (const [name, words] of Object.entries({ question: about.question, text, ended: about.ended })) {
+      if (!words && name !== "text") continue;
+      const inner = document.createElement("div");
+      inner.className = name;
+      inner.textContent = words;
+      if (name === "text" && about.marks?.length) mark(inner, words, about.marks);
+      made.append(inner);
+    }
     row.append(made);
-    return inner;
   };
 
   const show = () => {
@@ -65,15 +69,11 @@
       row.tabIndex = 0;
       cell(row, docs.id[n], "id");
       cell(row, docs.failed[n] ? "" : docs.tokens[n].toLocaleString("en"), "n");
-      cell(row, docs.failed[n] ? "" : Math.floor(100 * docs.seen[n]) + " %", "n");
+      cell(row, docs.failed[n] ? "" : Math.floor(100 * docs.seen[n]) + "%", docs.seen[n] < 1 ? "n part" : "n");
       cell(row, docs.failed[n] || docs.ttft[n] < 0 ? "" : docs.ttft[n].toFixed(2) + " s", "n");
       cell(row, docs.unsupported[n] < 0 ? "" : docs.unsupported[n], "n");
-      const before = (docs.failed[n] ? "failed: " : "") + (docs.question[n] ? docs.question[n] + "\n" : "");
-      const inner = cell(row, before + docs.answer[n], "answer");
-      const shift = [...before].length;
-      if (docs.marks[n].length) {
-        mark(inner, before + docs.answer[n], docs.marks[n].map(([start, stop]) => [start + shift, stop + shift]));
-      }
+      const about = { question: docs.question[n], ended: docs.ended[n], marks: docs.marks[n] };
+      cell(row, (docs.failed[n] ? "failed: " : "") + docs.answer[n], "answer", about);
       return row;
     });
     body.replaceChildren(...rows);
