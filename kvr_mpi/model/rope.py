@@ -8,8 +8,8 @@ through torch's forward hooks; no model code is changed.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import threading
 from typing import Any
 
 import torch
@@ -54,27 +54,21 @@ def embed_whole_lengths(model: torch.nn.Module) -> None:
 class _Hook:
     """Recomputes a rotary embedding for each prompt of the row with that prompt's full length."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # ranks as threads share the module, which stores its frequencies
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        """Return a new hook for a copy of the model."""
-        return _Hook()
-
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         lengths, _ = RUNNING.get()
         if lengths is None:
             return output
-        call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        mine = copy.copy(module)  # it stores its frequencies, and ranks as threads share it
+        mine._buffers = dict(module._buffers)
+        call = inspect.signature(type(module).forward).bind(mine, *args, **kwargs)
         positions, outputs, at = call.arguments["position_ids"], [], 0
-        with self._lock:
-            for tokens, length in lengths:
-                some = positions[..., at : at + tokens]
-                last = torch.full_like(some[..., :1], length - 1)
-                call.arguments["position_ids"] = torch.cat([some, last], dim=-1)
-                _forget_lengths(module)
-                outputs.append(_as_tuple(type(module).forward(*call.args, **call.kwargs)))
-                at += tokens
+        for tokens, length in lengths:
+            some = positions[..., at : at + tokens]
+            last = torch.full_like(some[..., :1], length - 1)
+            call.arguments["position_ids"] = torch.cat([some, last], dim=-1)
+            _forget_lengths(mine)
+            outputs.append(_as_tuple(type(module).forward(*call.args, **call.kwargs)))
+            at += tokens
         if at != positions.shape[-1]:
             raise ModelError(
                 f"{at} tokens were announced to the rotary embedding, but it received {positions.shape[-1]}"
