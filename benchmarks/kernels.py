@@ -20,6 +20,7 @@ from benchmarks.roofline import measure_peaks
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.attention import attend
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
 from kvr_mpi.model.kernels import PLAIN, always
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, help="calls of each kernel, of which the best counts")
     repeats = parser.parse_args(arguments).repeats
     torch.set_num_threads(1)
-    library = open_attention(read_environment().cache_dir, print, compiles=True)
+    library = open_attention(read_environment().cache_dir, RankLogger(), compiles=True)
     if library is None:
         raise ConfigError("benchmarks kernels needs our own kernels, which are not compiled here")
     peak = measure_peaks(LocalTransport()).flop_per_s

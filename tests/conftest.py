@@ -81,11 +81,12 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Our own CPU kernels, compiled once for all tests of them."""
+    from kvr_mpi.logs import SILENT
     from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
     if not any(map(shutil.which, COMPILERS)):
         pytest.skip("there is no C++ compiler")
-    return open_attention(tmp_path_factory.mktemp("kernels"), print, compiles=True)
+    return open_attention(tmp_path_factory.mktemp("kernels"), SILENT, compiles=True)
 
 
 @pytest.fixture(scope="session")

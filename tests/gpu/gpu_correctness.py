@@ -16,6 +16,7 @@ from gpu_steps import Figures, Given
 
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.kv.attention import PartialAttention, attend
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
@@ -92,7 +93,7 @@ def pretrained_is_exact(given: Given) -> Figures:
     exact, found = load(dtype="float32", device="cpu"), dict[str, Any]()
     for dtype in ("float32", "bfloat16"):
         loaded = load(dtype=dtype, device=given.kind)
-        fuse_on_gpus(loaded, LocalTransport(), print)  # as jobs do
+        fuse_on_gpus(loaded, LocalTransport(), RankLogger())  # as jobs do
         findings = list(verify(loaded, LocalTransport(), [24] if given.is_small else [64, 500, 4000], exact=exact))
         assert findings and all(each.holds for each in findings), findings
         found |= {f"{dtype}, {each.tokens} tokens, {each.slices}": each.logits_error for each in findings}

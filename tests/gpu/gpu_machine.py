@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_steps import Absent, Figures, Given, run_command
 
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.transport.choose import SHARES
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def random_model(given: Given, *, kind: str = "llama", **changes: Any) -> Loaded
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     probed = probe_shape(config, torch.bfloat16)
     loaded = LoadedModel(model, None, probed, "random", "random", torch.bfloat16, device)
-    fuse_on_gpus(loaded, LocalTransport(), print)  # as jobs do
+    fuse_on_gpus(loaded, LocalTransport(), RankLogger())  # as jobs do
     return loaded
 
 

@@ -21,6 +21,7 @@ import transformers as tf
 from chains import chain, single
 from models import COMMON, prompt, random_model
 
+from kvr_mpi.logs import SILENT
 from kvr_mpi.model import probe_shape
 from kvr_mpi.model.cpu_attention import AMX, SOURCES, CpuAttention, KernelLibrary, PrefillAttention, amx_attention
 from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, always, forget_kernels, name_ways
@@ -233,7 +234,7 @@ def test_chains_with_it_equal_plain_transformers(
 
     with monkeypatch.context() as patched:
         patched.setattr(kernels, "measure_gains", measure)
-        kernels.choose_kernels(loaded, LocalTransport(), 1 << 34, tmp_path, lambda line: None)
+        kernels.choose_kernels(loaded, LocalTransport(), 1 << 34, tmp_path, SILENT)
     try:
         with monkeypatch.context() as patched:
             patched.setattr("kvr_mpi.model.kernels.uses_onednn", lambda dtype: dtype == torch.bfloat16)

@@ -18,6 +18,7 @@ from kvr_mpi.costs.costmodel import best_split, chain_seconds
 from kvr_mpi.costs.events import busy_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import DataError
+from kvr_mpi.logs import SILENT
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.measure import Observation
 from kvr_mpi.tuning.refit import MAX_RUNS, fit, refit, steady
@@ -62,7 +63,7 @@ def test_refit_ends_within_a_percent_of_the_best(known: Costs, tokens: int, rank
     regrets, even = [], []
     for seed in range(7):
         machine = Machine(known, ranks, seed)
-        found = refit(tokens, known, ranks, machine.run, print)
+        found = refit(tokens, known, ranks, machine.run, SILENT)
         assert machine.runs == found.runs <= MAX_RUNS
         assert found.times_of(found.best), "what it ends with was run"
         regrets.append(machine.regret(found.best))
