@@ -112,7 +112,6 @@ class Chain:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self._setup.loaded.tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -219,7 +218,6 @@ class Chain:
         return self.encode(given) if isinstance(given, str) else self._checked(tuple(map(int, given)))
 
     def _plan(self, ids: tuple[int, ...] | None) -> Plan:
-        """Plan a prompt on rank 0."""
         assert self._planner is not None, "on rank 0"
         if ids is None:
             raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
@@ -254,7 +252,6 @@ class Chain:
         return ids
 
     def _decode(self, prompt: Prompt, prefill: Prefill) -> Answer | None:
-        """Generate the answer on the decode rank."""
         if self.rank != self.decode_rank:
             return None
         batch = self._setup.open_decode_batch()

@@ -49,7 +49,6 @@ class RunOutcome:
         return self.exit_code == EXIT_OK
 
     def open(self) -> Results:
-        """Open the results."""
         return open_results(self.folder)
 
 

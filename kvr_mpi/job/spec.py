@@ -202,7 +202,7 @@ class ParallelSection(Strict):
     )
     chunk_tokens: ChunkTokens = Field(
         "auto",
-        description="chunk size in tokens within a slice; auto: chunks only if memory is short, or 64 for a rolling cache",
+        description="chunk size in tokens within a slice; auto: only if memory is short, or 64 with rolling caches",
     )
     memory_gib: Annotated[float, Field(gt=0), AS_GIB] | None = Field(
         None, description="maximum memory per rank for prompts, in addition to the weights; default: all free memory"
@@ -248,7 +248,6 @@ class CacheSection(Strict):
 
     @property
     def is_rolling(self) -> bool:
-        """Whether the cache is a rolling one."""
         return self.kind != "whole"
 
 

@@ -282,7 +282,6 @@ class MpiTransport:
         return self._staging_for(data).send(data, start, landed, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Start to receive into a contiguous tensor."""
         from mpi4py import MPI
 
         def start(data: torch.Tensor) -> Request:
@@ -307,11 +306,9 @@ class MpiTransport:
         all_reduce(self, tensor)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         _wait_asleep(self.comm.Ibarrier())
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Return the root's bytes on every rank."""
         import numpy as np
 
         length = np.array([len(data)], dtype=np.int64)
@@ -321,7 +318,6 @@ class MpiTransport:
         return buffer.tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes on rank 0, in rank order."""
         import numpy as np
         from mpi4py import MPI
 
@@ -336,12 +332,10 @@ class MpiTransport:
         return [everything[stop - length : stop].tobytes() for stop, length in zip(stops, lengths, strict=True)]
 
     def split(self, color: int) -> MpiTransport:
-        """Make a transport for the ranks with the same color."""
         part = self.comm.Split(color, self.rank)
         return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress)
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job."""
         from mpi4py import MPI
 
         time.sleep(LAST_WORDS_S)

@@ -67,7 +67,6 @@ class Refit:
         return seen
 
     def times_of(self, split: Partition) -> list[float]:
-        """Measured times of a split."""
         return [seen.ttft_s for seen in self.observations if seen.partition == split]
 
 

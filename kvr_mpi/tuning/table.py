@@ -95,7 +95,6 @@ class TableEntry(Strict):
 
     @property
     def partition(self) -> Partition:
-        """The slices."""
         return Partition(self.bounds_tokens)
 
     @property
