@@ -131,7 +131,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     world = MPI.COMM_WORLD
     if world.size == 1 and meant > 1:
         raise TransportError(
-            f"this process is alone, but {meant} ranks were intended ({launcher}): the launcher does not match the "
+            f"only one process started, but {meant} ranks were requested ({launcher}): the launcher does not match the "
             f"MPI that mpi4py loads ({library})",
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI, or that MPI's own mpirun; "
             "for one rank on purpose, use `srun -n 1`",

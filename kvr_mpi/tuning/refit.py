@@ -75,7 +75,7 @@ def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, say: Say) -> Re
     split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
     result = Refit(split, costs)
-    say(f"{tokens} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
+    say(f"{tokens:,} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
     while len(result.observations) < MAX_RUNS:
         seen = result.run(split, predicted_s, run, say)
         result.costs = fit(costs, result.observations)
@@ -87,7 +87,7 @@ def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, say: Say) -> Re
         )
         split, predicted_s = best_split(result.costs, tokens, ranks, quantum=QUANTUM_TOKENS)
         if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
-            say(f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, which was measured already")
+            say(f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, already measured")
             break
     result.best = _choose(result)
     return result
