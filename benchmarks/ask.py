@@ -108,7 +108,6 @@ class Bench:
         return Partition.by_ratio(tokens, [1.5**-rank for rank in range(self.world.size)])
 
     def prefill(self, ids: list[int], **options: Any) -> Prefill:
-        """Prefill over all ranks."""
         return prefill_kvr(self.loaded, ids, self.cut(len(ids)), self.world, **options)
 
     def write(self, writes: bool) -> float:

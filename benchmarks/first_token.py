@@ -319,7 +319,6 @@ class Trial:
 
     @property
     def cut(self) -> Partition:
-        """Its slices."""
         return self.partition or self.registered.cut_evenly(self.tokens, self.world.size)
 
     def measure(self, *, cold: bool = False) -> StrategyRun:
@@ -394,7 +393,6 @@ class RivalTrial:
 
     @property
     def ids(self) -> list[int]:
-        """The prompt."""
         return list(self.loaded.shape.sample_ids(self.tokens, 7919, 13))
 
     def measure(self, *, cold: bool = False) -> StrategyRun:

@@ -49,7 +49,6 @@ class ForecastRow:
         return min(self.ttft_s, key=lambda name: self.ttft_s[name])
 
     def as_json(self) -> dict[str, object]:
-        """Return plain values for JSON."""
         return asdict(self) | {"winner": self.winner}
 
 

@@ -66,7 +66,6 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Its IPv4 address."""
         return f"10.77.0.{self.number}"
 
 
@@ -162,7 +161,6 @@ class Shaper:
                 raise RuntimeError(f"tc in {namespace}: {tool.stderr.read().strip()}") from None
 
     def close(self) -> None:
-        """End the processes."""
         for tool in self._tools.values():
             with suppress(BrokenPipeError):
                 tool.communicate()

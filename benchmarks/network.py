@@ -46,7 +46,6 @@ class Case:
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
         return f"{self.hosts} hosts, {speed(self.rate)}{', noisy' if self.quiet else ''}"
 
 
@@ -108,7 +107,6 @@ class Noise:
         self.drawn = 0
 
     def start(self) -> None:
-        """Begin, if not begun."""
         if self._thread.ident is None:
             self._thread.start()
 

@@ -50,7 +50,6 @@ class Patience:
         return replace(self, time_limit_s=limit_s)
 
     def is_content(self, ratios: Sequence[float]) -> bool:
-        """Whether these ratios are enough."""
         if len(ratios) < max(self.pairs, 0 if self.until is None else LEAST_PAIRS):
             return False
         return self.until is None or ratio_of(ratios).reach <= self.until

@@ -57,7 +57,6 @@ class Spread:
 
     @classmethod
     def of(cls, errors: Iterable[float]) -> Spread:
-        """Sum up errors."""
         found = np.abs(list(errors))
         return cls(float(np.median(found)), float(np.quantile(found, 0.9)), float(found.max()))
 
@@ -88,12 +87,10 @@ class Score:
 
     @property
     def ttft(self) -> Spread:
-        """Errors of the times to first token."""
         return Spread.of(self.errors)
 
     @property
     def speedup(self) -> Spread:
-        """Errors of the speed-ups."""
         return Spread.of(guess / measured - 1 for measured, guess in self.speedups.values())
 
     def as_json(self) -> dict[str, Any]:

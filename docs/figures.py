@@ -65,7 +65,6 @@ class Measurement:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return DATA / f"{self.name}.json"
 
 

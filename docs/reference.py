@@ -36,14 +36,14 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 # are not included.
 VARIABLES: dict[str, dict[str, str]] = {
     "commands": {
-        "KVR_SECTION__KEY": "a setting of the job, such as `KVR_GENERATION__SEED=7`; overrides the job file, but not "
+        "KVR_SECTION__KEY": "sets a key of the job, such as `KVR_GENERATION__SEED=7`; overrides the job file, but not "
         "`--set`",
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or `~/.cache`",
-        "KVR_LOCAL": "local folder on each node, in which ranks keep what they compile and convert, in a folder that "
-        "only you can write to; default in a batch job: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
+        "KVR_LOCAL": "local folder on each node for compiled kernels and converted models, in a private subfolder; "
+        "default in a batch job: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
         "KVR_CHECK": "1: check at the end of a job that every prompt's keys and values were freed (for developers)",
-        "KVR_PEER_TIMEOUT": "seconds without a sign of life from a rank, after which the job ends with code 69; "
+        "KVR_PEER_TIMEOUT": "seconds without a heartbeat from a rank, after which the job ends with code 69; "
         "default: 600",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
@@ -51,28 +51,28 @@ VARIABLES: dict[str, dict[str, str]] = {
         "or `clang++`",
         "OMP_NUM_THREADS": "CPU threads per rank; default: its share of the cores or the CPU quota",
         "HF_HUB_OFFLINE": "1: use only local files of models, the default in a batch job; 0: ask the hub",
-        "KVR_END_TIME": "time when the job must end (Unix time), unless `--time-limit` is given; default: "
+        "KVR_END_TIME": "end of the job (Unix time), unless `--time-limit` is given; default: "
         "`SLURM_JOB_END_TIME`, set by SLURM or the job script",
-        "CUDA_MODULE_LOADING": "`EAGER` unless set otherwise, so that no kernel is loaded while a transfer waits",
-        "TORCH_CPP_LOG_LEVEL": "`ERROR` unless set otherwise: torch warns about each pair of ranks that NCCL connects",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64 unless set otherwise: with 1024, memory use grows over prompts of many "
-        "lengths",
+        "CUDA_MODULE_LOADING": "default here: `EAGER`, so that no kernel is loaded while a transfer waits",
+        "TORCH_CPP_LOG_LEVEL": "default here: `ERROR`; torch would warn about each pair of ranks that NCCL connects",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "default here: 64; with 1024, memory use grows with the number "
+        "of different prompt lengths",
     },
     "job scripts": {
         "KVR_SITE": "the site file; default: `site.sh` next to the scripts",
         "KVR_VENV": "the virtual environment to activate; default: the checkout's `.venv`, if `kvr` is not found",
-        "KVR_CONTAINER": "prefix of every command, such as `apptainer exec --nv kvr.sif`",
+        "KVR_CONTAINER": "prefix for every command, such as `apptainer exec --nv kvr.sif`",
         "KVR_ENVIRONMENT_FILE": "environment in one file, as for `kvr sbatch --environment-file`",
-        "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the one that fits the MPI that mpi4py loads",
+        "KVR_MPI_TYPE": "value for `srun --mpi=`; default: the type for the MPI that mpi4py loads",
         "KVR_LAUNCHER": "launcher to use instead of `srun`, with its options, such as `mpirun`",
         "KVR_SHARES": "number of shares into which `kvr_array.sh` splits the corpus; default: one per task",
         "KVR_CTAS": "thread blocks per NCCL transfer that `kvr_gpu.sh` tries; default: `1 2 4 8 16`",
-        "KVR_MAX_REQUEUES": "how often a job that was stopped early is requeued; default: 20",
+        "KVR_MAX_REQUEUES": "maximum number of requeues of a job that stops early; default: 20",
         "KVR_SLURM_DIR": "folder of the scripts; default: that of the script submitted to SLURM",
     },
     "libraries": {
         "HF_HOME": "cache for models from the hub; download them on a login node",
-        "CUDA_VISIBLE_DEVICES": "GPUs that a process can see; each rank uses the one that the fewest lower ranks use",
+        "CUDA_VISIBLE_DEVICES": "visible GPUs; each rank uses the one with the fewest lower ranks",
         "MPICH_GPU_SUPPORT_ENABLED": "1: Cray MPICH accepts GPU memory",
         "NCCL_MAX_CTAS": "thread blocks on the GPU for an NCCL transfer; default here: 4",
     },
@@ -283,7 +283,7 @@ def main() -> int:
     for page in wrong:
         if not check:
             page.write_text(render_page(page.read_text(encoding="utf-8")), encoding="utf-8")
-        print(f"docs/{page.name}: {'not what the code says: run `make docs`' if check else 'written'}")
+        print(f"docs/{page.name}: {'differs from the code: run `make docs`' if check else 'written'}")
     return 1 if check and wrong else 0
 
 

@@ -46,7 +46,6 @@ class Partition:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.bounds) - 1
 
     @property

@@ -48,7 +48,6 @@ class Topology:
 
     @property
     def chains(self) -> int:
-        """Number of whole chains."""
         return self.ranks // self.ranks_per_chain
 
     @property
@@ -66,7 +65,6 @@ class Topology:
         return chain if chain < self.chains else None
 
     def ranks_of(self, chain: int) -> slice:
-        """Return the ranks of a chain."""
         return slice(chain * self.ranks_per_chain, (chain + 1) * self.ranks_per_chain)
 
     @property
@@ -118,7 +116,6 @@ class KVHeads:
 
     @property
     def is_all(self) -> bool:
-        """Whether these are all KV heads."""
         return self.last - self.first == self.of
 
     @property

@@ -50,7 +50,6 @@ class Recorder:
         self.add(Span(kind, began_s, time.perf_counter(), amount=amount))
 
     def add(self, span: Span) -> None:
-        """Record a span."""
         if self.is_on:
             self._spans.append(span)
 

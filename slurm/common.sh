@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the job scripts share. They source it; it is never submitted. In the end there is `launch`, which runs a
-# command on all ranks of the job, and `conclude`, which ends the script and queues the job again if it was stopped early.
+# Functions of the job scripts, which source this file; it is never submitted. `launch` runs a command on all ranks of
+# the job, and `conclude` ends the script and requeues a job that stopped early.
 
 # Modules, environments and transports of this site; see site.sh.example.
 if [ -r "${KVR_SITE:-$here/site.sh}" ]; then
@@ -11,8 +11,8 @@ elif [ -n "${KVR_SITE:-}" ]; then
     exit 78
 fi
 
-# An environment in one file: on many nodes, ranks would otherwise open thousands of small files of a shared file system.
-# An archive is sent to a folder on each node. Its name is the same on all of them, and appears when all is unpacked.
+# An environment in one file, so that the ranks of many nodes do not open thousands of small files on a shared file
+# system. The archive is unpacked into a folder of the same name on each node, which appears when it is complete.
 environment=
 use_environment_file() {
     case $KVR_ENVIRONMENT_FILE in
@@ -26,7 +26,7 @@ use_environment_file() {
                 srun --ntasks-per-node=1 bash -c '
                     part=$1.$SLURM_PROCID
                     rm -rf "$part" && mkdir "$part" && tar -xf "$1.tar" -C "$part" || exit 1
-                    # Scripts that pip has installed start with the path of their Python, in the folder that was packed.
+                    # Scripts installed by pip start with the path of Python in the packed folder; replace it.
                     grep -lIZ "^#!.*/bin/python" "$part"/bin/* | xargs -0r sed -i "1s|^#!.*/bin/python[0-9.]*|#!$1/bin/python3|"
                     mv -T "$part" "$1" 2>/dev/null || rm -rf "$part"
                     test -x "$1/bin/kvr-run"' bash "$environment" || {
@@ -63,7 +63,7 @@ fi
 
 is_number() { [[ ${1:-} =~ ^[0-9]+$ ]]; }
 
-# A task of an array is named so; its plain number may be that of the whole array.
+# The id of a task of an array; its plain number may be that of the whole array.
 job_name() {
     if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
         echo "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
@@ -72,7 +72,7 @@ job_name() {
     fi
 }
 
-# A fresh process knows its limit from here: some versions of SLURM do not set it, and a requeued job has a new one.
+# Tell the ranks the time limit: some versions of SLURM do not set it, and a requeued job has a new one.
 set_deadline() {
     local end
     end=$(date -d "$(squeue --noheader --jobs "$(job_name)" --format %e 2>/dev/null)" +%s 2>/dev/null)
@@ -84,25 +84,25 @@ set_deadline() {
 }
 
 set_environment() {
-    # srun does not take over sbatch's cores for a task since SLURM 22.05.
+    # Since SLURM 22.05, srun ignores sbatch's cores per task.
     if is_number "${SLURM_CPUS_PER_TASK:-}"; then
         export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
     fi
-    # Every rank sees all GPUs of its node and takes its own by its number there: GPU memory can be handed to a
-    # neighbor (CUDA IPC) only by processes that see both GPUs.
-    # (Not with --gpu-bind=none: under SLURM 22.05 that leaves them none at all.)
+    # Every rank sees all GPUs of its node and chooses one by its number there: CUDA IPC between two GPUs requires that
+    # both processes see both.
+    # (--gpu-bind=none does not work: under SLURM 22.05, ranks then see no GPU.)
     unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_NTASKS_PER_GPU
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} TRANSFORMERS_OFFLINE=${TRANSFORMERS_OFFLINE:-1}
     export PYTHONUNBUFFERED=1
     if [ -n "${KVR_LOCAL:-}" ]; then export KVR_LOCAL; fi
-    # A kernel that is loaded when it is first used waits for a transfer of NCCL's, which may wait for this rank.
+    # Loading a kernel at its first use would wait for an NCCL transfer, which may wait for this rank.
     export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}
-    # If NCCL hangs, each rank writes its last messages to a file in the folder of submission.
+    # If NCCL hangs, each rank writes its last messages to a file in the submission folder.
     export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
     export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$PWD/kvr-nccl-$(job_name)-rank-}
 }
 
-# The MPI that mpi4py loads decides how srun has to introduce the ranks to each other.
+# The MPI that mpi4py loads determines the PMI that srun must use.
 choose_mpi_type() {
     library=$("${within[@]}" python3 -m kvr_mpi.transport.mpi_query) || library="no MPI"
     local offered
@@ -114,7 +114,7 @@ choose_mpi_type() {
     esac
     mpi_type=${KVR_MPI_TYPE:-$mpi_type}
     if [ -z "${KVR_LAUNCHER:-}" ] && ! grep -qw -- "$mpi_type" <<<"$offered"; then
-        echo "srun here has no --mpi=$mpi_type, which $library needs; it offers: ${offered//$'\n'/ }. Set KVR_MPI_TYPE," \
+        echo "srun does not support --mpi=$mpi_type, which $library needs; available: ${offered//$'\n'/ }. Set KVR_MPI_TYPE," \
             "or KVR_LAUNCHER (this MPI's own mpirun), in $here/site.sh" >&2
         exit 69
     fi
@@ -126,11 +126,11 @@ record() {
     "${within[@]}" python3 --version
     echo "$library; $(srun --version); launched by ${KVR_LAUNCHER:-srun --mpi=$mpi_type}"
     if is_number "${SLURM_JOB_END_TIME:-}"; then
-        echo "must be done by $(date -d "@$SLURM_JOB_END_TIME" +'%F %T')"
+        echo "time limit: $(date -d "@$SLURM_JOB_END_TIME" +'%F %T')"
     fi
 }
 
-# What this job, or this life of it, had for how long: many sites keep no accounts of their own.
+# Resources used by this attempt; many sites provide no accounting.
 spent() {
     local cores=0 part count of
     for part in $(tr ',' ' ' <<<"${SLURM_JOB_CPUS_PER_NODE:-}"); do # such as 16(x3),8
@@ -147,35 +147,35 @@ spent() {
 }
 trap 'remove_environment; spent' EXIT
 
-# Told to stop: by SLURM before the time is up (--signal in the script's head), or by a user.
+# Stop signal: from SLURM before the time limit (--signal in the header of the script), or from a user.
 child=
 stopping=
 stop() {
     stopping=yes
-    echo "$(date +'%F %T') told to stop; the ranks write what is done"
+    echo "$(date +'%F %T') stop signal received; the ranks finish their documents"
     if [ -n "$child" ]; then kill -USR2 "$child" 2>/dev/null; fi
 }
 trap stop USR2
-# SLURM ends the ranks itself; this script has to outlive them to say how it went.
+# SLURM ends the ranks itself; this script must outlive them to report the outcome.
 trap 'stopping=yes' TERM
 
-# launch COMMAND...: run it on all ranks, and return its exit code; 75 if it was cut short because the time is up.
-# A rank that dies takes the others with it after 6 s: --kill-on-bad-exit would ask them first, for KillWait seconds.
+# launch COMMAND...: run it on all ranks, and return its exit code; 75 if it was stopped because of the time limit.
+# If a rank dies, the others are killed after 6 s; --kill-on-bad-exit would first wait KillWait seconds.
 launch() {
     if [ -n "$stopping" ]; then return 75; fi
     local launcher code
     read -ra launcher <<<"${KVR_LAUNCHER:-srun --mpi=$mpi_type --kill-on-bad-exit=0 --wait=6}"
     "${launcher[@]}" "${within[@]}" "$@" </dev/null &
     child=$!
-    # A signal ends the waiting, not the child.
+    # A signal interrupts `wait`, but not the child.
     while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
     child=
-    # A rank that has no ear for signals yet is ended by them. Nothing is lost by that.
+    # Signals kill ranks that have no handler yet; no results are lost.
     if [ -n "$stopping" ] && [ "$code" -gt 128 ]; then code=75; fi
     return "$code"
 }
 
-# conclude CODE: end with it; a job that was stopped early is queued again, so often and no more.
+# conclude CODE: exit with it; a job that stopped early is requeued, up to KVR_MAX_REQUEUES times.
 conclude() {
     local restarts=${SLURM_RESTART_COUNT:-0} most=${KVR_MAX_REQUEUES:-20} state
     is_number "$restarts" || restarts=0
@@ -184,13 +184,13 @@ conclude() {
     remove_environment
     state=$(squeue --noheader --jobs "$(job_name)" --format %T 2>/dev/null)
     if [ "$state" != RUNNING ]; then
-        echo "stopped early and ${state:-gone}: whoever ended the job decides what becomes of it"
+        echo "stopped early, state ${state:-unknown}: the job was canceled or preempted; not requeueing it here"
     elif [ "$restarts" -ge "$most" ]; then
-        echo "stopped early, and restarted $restarts times already (KVR_MAX_REQUEUES=$most): submit it again with --resume"
+        echo "stopped early after $restarts restarts (KVR_MAX_REQUEUES=$most): submit it again with --resume"
     elif scontrol requeue "$(job_name)"; then
-        echo "$(date +'%F %T') stopped early; queued again"
+        echo "$(date +'%F %T') stopped early; requeued"
     else
-        echo "stopped early, and SLURM does not queue it again: submit it again with --resume"
+        echo "stopped early, but SLURM cannot requeue it: submit it again with --resume"
     fi
     exit 75
 }

@@ -1,9 +1,9 @@
 #!/bin/bash
-# The shares of an array as one file, when the array is over: `kvr sbatch --array` submits it. By hand:
+# Merge the shares of a finished array into one file; `kvr sbatch --array` submits this. By hand:
 #
 #     sbatch --dependency=afterany:ARRAY slurm/kvr_gather.sh OUTPUT SHARES
 #
-# All records, keys and values are read and verified. What is missing is named, and the exit code is then 65.
+# All records, keys and values are read and verified. Missing shares or documents are listed (exit code 65).
 #SBATCH --job-name=kvr-gather
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+# SLURM runs a copy of this file: find the other scripts beside the original, or where kvr sbatch says.
 here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
 . "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
 

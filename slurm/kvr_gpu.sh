@@ -1,10 +1,10 @@
 #!/bin/bash
-# What the GPUs of two nodes show, in half an hour: kvr doctor, the bandwidth of every link, exactness, first tokens.
+# Test the GPUs of two nodes in half an hour: kvr doctor, bandwidth of every link, exactness, first tokens.
 #
 #     sbatch slurm/kvr_gpu.sh MODEL [more options of the benchmark first-token]
 #
-# MODEL: a folder that all nodes see. It runs from a clone of the repository; `make test-gpu` is for one node. What it
-# finds is in the job's output and in runs/gpu-JOB/.
+# MODEL: a folder on a shared file system. Run this from a clone of the repository; use `make test-gpu` for one node. The
+# results are in the output of the job and in runs/gpu-JOB/.
 #SBATCH --job-name=kvr-gpu
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -13,7 +13,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+# SLURM runs a copy of this file: find the other scripts beside the original, or where kvr sbatch says.
 here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
 . "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
 
@@ -28,7 +28,7 @@ out=runs/gpu-$SLURM_JOB_ID
 mkdir -p "$out"
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 worst=0
-# try COMMAND...: a step that fails does not keep the next ones from being run.
+# try COMMAND...: run a step; the script continues if it fails.
 try() {
     local code
     echo "$(date +'%F %T') $*"
@@ -50,10 +50,10 @@ try python -m benchmarks first-token --model "$model" --contexts 16k,64k --json 
 if try python tests/gpu/gpu_many.py "$model" "$out"; then # writes a job over documents of many lengths
     try kvr-run "$out/full/job.toml" --set parallel.memory_gib=6
 fi
-# A rank on the first node is stopped: the others, on both nodes, have to end the job.
+# Stop a rank on the first node; the other ranks on both nodes must end the job.
 began=$SECONDS
 launch python tests/programs/hanging_rank.py 10
 code=$?
-echo "a stopped rank: exit code $code after $((SECONDS - began)) s; expected: another than 0, within a minute"
+echo "a stopped rank: exit code $code after $((SECONDS - began)) s; expected: a code other than 0, within a minute"
 if [ "$code" -eq 0 ]; then worst=1; fi
 conclude "$worst"

@@ -1,11 +1,11 @@
 #!/bin/bash
-# The main job: every document of a corpus, over all ranks of this allocation.
+# The main job: process every document of a corpus on all ranks of this allocation.
 #
 #     sbatch slurm/kvr_prefill.sh JOB.toml [more options of kvr-run]
 #     sbatch --nodes=4 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=16 slurm/kvr_prefill.sh jobs/summarize.toml
 #
-# One rank for each GPU, or for a few cores. Options on sbatch's command line win over the lines below; what the site needs
-# everywhere goes into slurm/site.sh. `kvr sbatch JOB.toml` fills nodes, ranks and time in from the plan.
+# Use one rank per GPU, or per few cores. Options on the command line of sbatch override the lines below. Put site-wide
+# settings into slurm/site.sh. `kvr sbatch JOB.toml` fills in nodes, ranks and time from the plan.
 # A job that stops early is requeued and resumes (slurm/README.md).
 #SBATCH --job-name=kvr
 #SBATCH --nodes=1
@@ -16,7 +16,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+# SLURM runs a copy of this file: find the other scripts beside the original, or where kvr sbatch says.
 here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
 . "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
 

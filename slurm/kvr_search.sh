@@ -1,5 +1,5 @@
 #!/bin/bash
-# The best slices for this machine and model, measured on the ranks that will use them, into a lookup table.
+# Measure the best slices for this machine and model, and write a lookup table.
 #
 #     sbatch --nodes=2 --ntasks-per-node=4 slurm/kvr_search.sh JOB.toml --contexts 8k,32k,128k
 #SBATCH --job-name=kvr-search
@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# SLURM runs a copy of this file: the others are beside the original, or where kvr sbatch says.
+# SLURM runs a copy of this file: find the other scripts beside the original, or where kvr sbatch says.
 here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
 . "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
 

@@ -7,7 +7,6 @@ import functools
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,14 +108,3 @@ HEAVY = "torch transformers mpi4py h5py numpy pydantic"
 def test_importing_loads_nothing_heavy(modules: str, heavy: str) -> None:
     code = f"import sys, {modules}; print([name for name in {heavy!r}.split() if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_a_name_means_one_thing() -> None:
-    """No two modules define a public class, function or type with the same name, but for commands in Python."""
-    found = defaultdict[str, list[Path]](list)
-    for path in FILES:
-        for node in tree_of(path).body:
-            for name in (getattr(node, "name", ""), *(getattr(one, "id", "") for one in getattr(node, "targets", []))):
-                if name and not name.isupper() and not name.startswith("_"):
-                    found[name].append(path)
-    assert {name for name, where in found.items() if len(where) > 1} == {"plan", "run", "simulate", "verify"}

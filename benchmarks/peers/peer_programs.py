@@ -92,7 +92,6 @@ class Ours:
         return len(set(re.findall(r"\] \d+/\d+ (\S+): \d+ tokens", said)))
 
     def kept(self, output: Path) -> dict[str, str]:
-        """By what a user reads results with."""
         command = [str(BIN / "kvr"), "export", str(output / "run"), "--format", "openai-batch"]
         told = subprocess.run(command, capture_output=True, text=True)
         # Nothing has been written yet, or some is missing: the latter is what is asked here.
@@ -107,7 +106,6 @@ class VllmRunBatch:
     name: str = "vllm run-batch"
 
     def why_not(self) -> str | None:
-        """Without its environment."""
         return _why_no(self.folder / "bin" / "vllm")
 
     def command(self, task: Task, output: Path) -> list[str]:
@@ -122,11 +120,9 @@ class VllmRunBatch:
         return _vllm_environment(self.folder)
 
     def answered(self, said: str) -> int:
-        """By its progress bar."""
         return max(map(int, re.findall(r"Running batch:.*?(\d+)/\d+ \[", said)), default=0)
 
     def kept(self, output: Path) -> dict[str, str]:
-        """By the file that it writes."""
         file = output / "answers.jsonl"
         return dict(_responses(file.read_text())) if file.exists() else {}
 

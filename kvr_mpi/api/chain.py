@@ -53,7 +53,7 @@ class ChainPrefill:
     seconds: float
     _prompt: Prompt
     _prefill: Prefill | None
-    _has_gone_on: bool = False
+    _is_continued: bool = False
 
 
 class Chain:
@@ -78,7 +78,7 @@ class Chain:
     Raises
     ------
     KvrError
-        On every rank, if model and settings cannot be combined; on one of them the message says why.
+        On every rank, if model and settings cannot be combined; one of them has the reason in its message.
     """
 
     def __init__(
@@ -108,7 +108,6 @@ class Chain:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
         return self._setup.loaded.tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -130,7 +129,7 @@ class Chain:
         Parameters
         ----------
         prompt : str or sequence of int
-            Needed on rank 0; other ranks may leave it out, or give the same.
+            Required on rank 0; other ranks may pass None or the same prompt.
 
         Raises
         ------
@@ -172,7 +171,7 @@ class Chain:
         """
         if self._setup.spec.generation.max_new_tokens == 0:
             raise ConfigError(
-                "generation.max_new_tokens = 0: this chain can only prefill; create it with at least 1 to generate"
+                "generation.max_new_tokens = 0: this chain can only prefill; to generate, create it with at least 1"
             )
         if isinstance(prompt, ChainPrefill):
             with ending_all(self._ranks):
@@ -180,15 +179,15 @@ class Chain:
             found = prompt
         else:
             found = self._prefill(prompt, "generate")
-        if found._has_gone_on:
+        if found._is_continued:
             raise ConfigError(
-                "this prefill has already been continued, and its cache contains the answer: prefill again"
+                "this prefill has already been continued, so its cache contains the answer: prefill again"
             )
-        prefill, found._prefill, found._has_gone_on = found._prefill, None, True
+        prefill, found._prefill, found._is_continued = found._prefill, None, True
         with ending_all(self._ranks):
             answer = together(self._ranks, lambda: None if prefill is None else self._decode(found._prompt, prefill))
-            told = share_json(self._ranks, None if answer is None else asdict(answer), root=self.decode_rank)
-        return from_plain(Answer, told)
+            shared = share_json(self._ranks, None if answer is None else asdict(answer), root=self.decode_rank)
+        return from_plain(Answer, shared)
 
     def close(self) -> None:
         """Finish all sends, and release the ranks; every rank calls this."""
@@ -206,7 +205,7 @@ class Chain:
 
     def _check_call(self, method: str) -> None:
         """Refuse ranks that call different methods."""
-        remedy = "every rank of a chain has to call the same methods in the same order"
+        remedy = "every rank of a chain must call the same methods in the same order"
         check_alike(self._ranks, {"the method called": method}, remedy)
 
     def _encoded(self, given: PromptLike | None) -> tuple[int, ...] | None:
@@ -215,10 +214,9 @@ class Chain:
         return self.encode(given) if isinstance(given, str) else self._checked(tuple(map(int, given)))
 
     def _plan(self, ids: tuple[int, ...] | None) -> Plan:
-        """Plan a prompt on rank 0."""
         assert self._planner is not None, "on rank 0"
         if ids is None:
-            raise ConfigError("rank 0 was given no prompt; only other ranks may leave it out")
+            raise ConfigError("rank 0 received no prompt; only other ranks may pass None")
         name = f"prompt {self._prompts}"
         prompt = Prompt(ids=ids, key=name, document_id=name, new_tokens=self._setup.spec.generation.max_new_tokens)
         return self._planner.plan(prompt, self.decode_rank)
@@ -227,8 +225,8 @@ class Chain:
         """Refuse a prompt of this rank that differs from rank 0's."""
         if mine is not None and mine != plan.prompt.ids:
             raise ConfigError(
-                f"rank {self.rank} was given a different prompt from rank 0: give every rank of a chain the "
-                "same prompt, or None"
+                f"rank {self.rank} received a different prompt than rank 0: pass the same prompt, or None, "
+                "on all ranks of a chain"
             )
 
     def _finish(self, plan: Plan, done: Prefill | None) -> Prefill | None:
@@ -244,13 +242,12 @@ class Chain:
         longest = self._setup.frame.max_tokens
         if not 0 < len(ids) <= longest:
             raise DocumentError(
-                f"a prompt of {len(ids)} tokens: expected 1 to {longest} (the context minus generation.max_new_tokens)"
+                f"the prompt has {len(ids):,} tokens; expected 1 to {longest:,}, the context minus max_new_tokens"
             )
         self._setup.loaded.shape.check_ids(ids)
         return ids
 
     def _decode(self, prompt: Prompt, prefill: Prefill) -> Answer | None:
-        """Generate the answer on the decode rank."""
         if self.rank != self.decode_rank:
             return None
         batch = self._setup.open_decode_batch()
@@ -277,13 +274,13 @@ def _spec(
     spec, _ = make_job(raw, Path("Chain()"), (), {})
     if spec.generation.of_answers != AS_THE_JOB or spec.generation.scores:
         raise ConfigError(
-            "a Chain returns only the text and tokens of an answer: generation.logprobs, n, score and json_schema are "
-            "for jobs; leave them out"
+            "a Chain returns only the text and tokens of an answer: generation.logprobs, n, score and json_schema "
+            "require a job; omit them"
         )
     if spec.parallel.strategy == "single" or spec.ranks_per_chain != "all":
         wanted = spec.parallel.ranks_per_chain or "all"
         raise ConfigError(
             f"parallel.strategy = {spec.parallel.strategy!r}, ranks_per_chain = {wanted!r}: a Chain always uses all "
-            f"ranks of its communicator; leave these out, or pass a smaller communicator (comm.Split)"
+            f"ranks of its communicator; omit these, or pass a smaller communicator (comm.Split)"
         )
     return spec

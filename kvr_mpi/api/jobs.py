@@ -48,7 +48,6 @@ class RunOutcome:
         return self.exit_code == EXIT_OK
 
     def open(self) -> Results:
-        """Open the results."""
         return open_results(self.folder)
 
 
@@ -80,12 +79,12 @@ def run(
     overwrite, resume, retry_failed : bool
         What to do with existing results in the output folder, as for ``kvr-run``.
     time_limit : str, optional
-        Start no document that would not finish within this time: ``90m``, ``2h30m``, or as for sbatch.
+        Skip documents that cannot finish within this time: ``90m``, ``2h30m``, or as for sbatch.
 
     Raises
     ------
     KvrError
-        On every rank, if the job cannot be run as written; on one of them the message says why.
+        On every rank, if the job cannot be run as written; one of them has the reason in its message.
     """
     if overwrite and resume:
         raise ConfigError("overwrite=True deletes what resume=True continues from: choose one")
@@ -150,7 +149,7 @@ def simulate(
     """
     for name, values in (("ranks", ranks), ("contexts", contexts)):
         if not values or min(values) < 1:
-            raise ConfigError(f"{name} = {list(values)}: expected at least one number, all above 0")
+            raise ConfigError(f"{name} = {list(values)}: expected at least one number; all must be above 0")
     work, _, costs = costs_on(model, hardware, link_gigabytes_per_s, is_offline)
     return forecast(work, costs, contexts, ranks)
 
@@ -166,7 +165,7 @@ def read_job(job: Job, settings: Sequence[str] = ()) -> JobSpec:
     if isinstance(job, JobSpec):
         if settings:
             raise ConfigError(
-                f"settings = {list(settings)} are for jobs that are read from a file; this one has been read already: "
+                f"settings = {list(settings)} only apply to a job file; this job has already been read: "
                 f"pass its path, or change the object"
             )
         check_combinations(job)  # it may have been changed since it was read

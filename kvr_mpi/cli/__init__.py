@@ -54,7 +54,6 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a subcommand."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = getattr(importlib.import_module(f"{__name__}.{cmd_name}"), cmd_name)

@@ -3,7 +3,7 @@
 A *piece* is a head on a rank, with its share of the head's work: each copy of a head decodes other rows of the batch.
 FairKV splits a copied head evenly; splitting in proportion balances better (McNaughton's wrap-around rule). FairKV's
 objective (eq. 4) is the largest load of a rank over all layers together. But every layer ends in an all-reduce, so the
-time of a step is the sum of all layers' largest loads. The largest load is therefore minimized layer by layer; then
+time of a step is the sum of all layers' largest loads. The largest load is therefore minimised layer by layer; then
 ranks are renamed within each layer to balance their total memory.
 """
 

@@ -118,7 +118,7 @@ def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
     Ada-SnapKV (arXiv:2407.11550): heads whose attention is spread over many tokens keep more tokens than heads that
     attend to few. As in kvpress, each head first keeps its own best tokens, the fraction `FLOOR` (the paper's alpha) of
     `each`, which is the mean count. The rest of the budget goes to the best tokens of all heads together. The paper's
-    code distributes the whole budget by competition, and then moves each head's count toward the floor.
+    code distributes the whole budget by competition, and then moves each head's count towards the floor.
 
     Returns counts (kv_heads,), int64, that add up to ``kv_heads * each``.
     """

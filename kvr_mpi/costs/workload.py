@@ -93,7 +93,6 @@ class Shape:
     tied: bool = False  # the LM head is the embedding
 
     def workload(self, name: str) -> Workload:
-        """Return the work."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         qkv = self.hidden * (queries + 2 * keys)
         rest = queries * self.hidden + self.mlp_matrices * self.hidden * self.mlp

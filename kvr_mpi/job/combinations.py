@@ -14,7 +14,7 @@ from kvr_mpi.job.spec import JobSpec
 
 # Longer values are left out of messages.
 SHOWN_CHARACTERS = 32
-LEAVE_OUT = "leave one of the two out"
+LEAVE_OUT = "omit one of the two"
 
 SINGLE = "parallel.strategy = 'single'"
 CHAIN_SIZE, PLANNED = "parallel.ranks_per_chain", "parallel.ranks_per_chain = 'auto'"
@@ -56,21 +56,19 @@ class Rule:
 REFUSED = (
     # How prompts run.
     Rule(CHUNKS, (SINGLE,), "only chains compute slices in chunks", "choose strategy = 'kvr'"),
-    Rule(CHUNKS, (STATES,), "its layers pass on one state per slice"),
-    Rule(CHUNKS, (GENERIC,), "its attention makes a mask for the whole slice"),
-    Rule(TABLE, (PLANNED,), "a table is for chains of one length", "choose another partition"),
+    Rule(CHUNKS, (STATES,), "its layers pass one state per slice to the next rank"),
+    Rule(CHUNKS, (GENERIC,), "its attention needs a mask for the whole slice"),
+    Rule(TABLE, (PLANNED,), "a table applies to chains of one length", "choose another partition"),
     Rule(TENSOR_PARALLEL, (SINGLE,), "it needs a whole model on every rank", "choose strategy = 'kvr'"),
+    Rule(TENSOR_PARALLEL, (PLANNED,), "plans assume the whole model on each rank", "give a number of ranks, or 'all'"),
     Rule(
-        TENSOR_PARALLEL, (PLANNED,), "plans are for ranks that hold the whole model", "give a number of ranks, or 'all'"
-    ),
-    Rule(
-        TENSOR_PARALLEL, (TABLE,), "tables are measured on ranks that hold the whole model", "choose another partition"
+        TENSOR_PARALLEL, (TABLE,), "tables are measured with the whole model on each rank", "choose another partition"
     ),
     Rule(
         TENSOR_PARALLEL,
         ("decode.mode",),
         "it distributes heads, which tensor_parallel does already",
-        "leave decode.mode out",
+        "omit decode.mode",
     ),
     Rule(
         TENSOR_PARALLEL,
@@ -80,17 +78,17 @@ REFUSED = (
     ),
     Rule(TENSOR_PARALLEL, ("model.trust_remote_code",), "transformers has no plan to split such a model"),
     # Rolling caches.
-    Rule(ROLLING, (TENSOR_PARALLEL,), "the ranks of a group hold parts of a model"),
+    Rule(ROLLING, (TENSOR_PARALLEL,), "each rank of a group has only a part of the model"),
     Rule(ROLLING, (SINGLE,), "only chains of one rank have a rolling cache", "choose strategy = 'kvr'"),
-    Rule(ROLLING, (CHAIN_SIZE,), "each rank has a rolling cache and documents of its own", "leave it out"),
-    Rule(ROLLING, (TABLE,), "prompts are not cut into slices", "leave it out"),
+    Rule(ROLLING, (CHAIN_SIZE,), "each rank processes its own documents with its own rolling cache", "omit it"),
+    Rule(ROLLING, (TABLE,), "prompts are not cut into slices", "omit it"),
     Rule(ROLLING, (COMPRESS,), "compression chooses among all tokens of a prompt"),
-    Rule(ROLLING, (KV,), "a rolling cache holds only part of a prompt, which cannot be continued later"),
+    Rule(ROLLING, (KV,), "a rolling cache contains only part of a prompt, which cannot be continued later"),
     Rule(ROLLING, (QUESTIONS, REUSE), "they need the whole stored prompt"),
     Rule(
         ROLLING,
         (REQUESTS, SAMPLES),
-        "several answers to one prompt need its tokens, which are dropped while the first is written",
+        "several answers need the tokens of the prompt, which are dropped during the first answer",
     ),
     Rule(ROLLING, (SCORE,), "tokens of the prompt are dropped while the first continuation is scored"),
     # Compression.
@@ -104,12 +102,12 @@ REFUSED = (
         COMPRESS,
         (SHARDED_KV,),
         "each rank of a chain stores its part, but compression chooses among all tokens on one rank",
-        "choose output.kv = true, or leave one of the two out",
+        "choose output.kv = true, or omit one of the two",
     ),
     Rule(
         COMPRESS,
         (QUESTIONS, REUSE),
-        "it uses stored keys and values, but compression also needs the queries, which are not stored",
+        "compression needs queries, which are not stored",
     ),
     Rule(COMPRESS, (SCORE,), "continuations are scored with all keys and values"),
     Rule(COMPRESS, (STATES,), "states cannot be compressed by tokens"),
@@ -117,14 +115,14 @@ REFUSED = (
     Rule(
         "compress.observes = 'document'",
         (MESSAGES, REQUESTS),
-        "its rows do not say where the document's text is in the prompt",
+        "the position of the document's text in the prompt is unknown",
         "choose observes = 'question'",
     ),
     # Head-parallel decoding.
     Rule(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
     Rule(HEADS, (SHARDED_KV, SHARED_QUESTIONS), "ranks already decode together, each with some of the tokens"),
     Rule(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
-    Rule(HEADS, (KV,), "it stores the cache of one rank, but ranks that share heads each hold part of a document"),
+    Rule(HEADS, (KV,), "it stores the cache of one rank, but with shared heads each rank has only part of a document"),
     # Stored keys and values, and questions about them.
     Rule(
         SHARDED_KV,
@@ -133,58 +131,61 @@ REFUSED = (
         "choose strategy = 'kvr', or output.kv = true",
     ),
     Rule(SHARDED_KV, (QUESTIONS,), "with [questions], each prompt is stored whole", "choose output.kv = true"),
-    Rule(SHARED_QUESTIONS, (KV,), "prompts that are spread over several ranks are not stored again"),
+    Rule(SHARED_QUESTIONS, (KV,), "prompts that are sharded over several ranks are not stored again"),
     Rule(KV, (STATES,), "states cannot be stored yet", "set output.kv = false"),
     Rule(
         QUESTIONS,
         (*PROMPT_KEYS, *CHAT_KEYS, "prompt.overlap_tokens", "prompt.reduce_template"),
         "the stored prompts are reused up to the end of the document",
-        "leave it out, and set questions.template for the text after that",
+        "omit it, and set questions.template for the text after the document",
     ),
     Rule(
         QUESTIONS,
         (ROWS, "documents.id_field", "documents.text_field", REUSE),
-        "they are about the documents of a run, whose prompts are stored",
-        "leave it out",
+        "they refer to the documents of a run, whose prompts are stored",
+        "omit it",
     ),
-    Rule(QUESTIONS, (COLUMNS, SCORE_COLUMN), "the documents of a run have no row fields", "leave it out"),
+    Rule(QUESTIONS, (COLUMNS, SCORE_COLUMN), "the documents of a run have no row fields", "omit it"),
     Rule(
         QUESTIONS,
         ("documents.shard",),
         "questions.documents selects documents of the run",
         "name the documents in questions.documents",
     ),
-    Rule(QUESTIONS, (SINGLE,), "only chains continue stored prompts", "leave strategy out"),
-    Rule(QUESTIONS, (TABLE,), "only a question's own tokens are computed", "leave it out"),
-    Rule(QUESTIONS, (PLANNED,), "the ranks of a chain hold a document together", "set the number of ranks of a chain"),
+    Rule(QUESTIONS, (SINGLE,), "only chains continue stored prompts", "omit strategy"),
+    Rule(QUESTIONS, (TABLE,), "only a question's own tokens are computed", "omit it"),
+    Rule(
+        QUESTIONS,
+        (PLANNED,),
+        "the documents are sharded over a fixed number of ranks",
+        "set the number of ranks of a chain",
+    ),
     # Several prompts about a document; rows that are prompts.
     Rule(PROMPTS, (REUSE, KV, PLANNED), "it supports only one prompt per document"),
-    Rule(ROWS, (*PROMPT_KEYS, "prompt.chat_template = false"), "each row contains its whole prompt", "leave it out"),
-    Rule(REQUESTS, ("documents.id_field", "documents.text_field"), "its rows have fixed fields", "leave it out"),
-    Rule(
-        ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or leave it out"
-    ),
+    Rule(ROWS, (*PROMPT_KEYS, "prompt.chat_template = false"), "each row contains its whole prompt", "omit it"),
+    Rule(REQUESTS, ("documents.id_field", "documents.text_field"), "its rows have fixed fields", "omit it"),
+    Rule(ROWS, (KV,), "conversations and requests are not stored yet", "use documents.format = 'text', or omit it"),
     Rule(REQUESTS, (NO_ANSWER,), "requests need answers", "set at least 1"),
     # Answers.
     Rule(SAMPLES, (KV,), "it stores the keys of only one answer"),
-    Rule(SAMPLES, (SPLIT,), "several answers to one prompt are not supported there yet"),
-    Rule(SCORE, (SPLIT, REQUESTS), "scores are not supported there yet"),
+    Rule(SAMPLES, (SPLIT,), "several answers to one prompt are not supported with split documents"),
+    Rule(SCORE, (SPLIT, REQUESTS), "scores are not supported with these yet"),
     Rule(LOGPROBS, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
     Rule(SCHEMA, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
     Rule(SAMPLES, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
     Rule(
         SCHEMA,
         ("generation.stop", "generation.min_new_tokens"),
-        "it would end or change an answer where the schema does not",
+        "it would end or change answers against the schema",
     ),
 )
 # Pairs that are not refused, although the first setting then has no effect; the docs list them.
 NO_EFFECT = (
-    Rule(PROMPTS, (SINGLE,), "plain transformers prefills every prompt by itself"),
+    Rule(PROMPTS, (SINGLE,), "plain transformers prefills every prompt separately"),
     Rule(PROMPTS, (LENGTH,), "keys depend on the length of the whole prompt"),
     Rule(PROMPTS, (ROLLING,), "a rolling cache cannot be continued by other prompts"),
     Rule(PROMPTS, (COMPRESS,), "keys and values are compressed differently for each prompt"),
-    Rule(REUSE, (SINGLE,), "plain transformers prefills every prompt by itself"),
+    Rule(REUSE, (SINGLE,), "plain transformers prefills every prompt separately"),
     Rule(REUSE, (LENGTH,), "keys depend on the length of the whole prompt"),
     Rule(QUESTIONS, (LENGTH,), "keys depend on the length of the whole prompt, so documents are prefilled again"),
 )

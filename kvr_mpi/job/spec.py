@@ -23,13 +23,15 @@ ChunkTokens = Annotated[int, Field(ge=1), AS_TOKENS] | Literal["auto"]
 
 
 class ModelSection(Strict):
-    """Which model, and how to load it."""
+    """The model and how to load it."""
 
     path: str = Field(min_length=1, description="folder, .gguf file, package:NAME/FILE, or id on the Hugging Face hub")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the model's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: the dtype of the checkpoint"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
     kernels: Literal["measured", "plain"] = Field(
-        "measured", description="on CPUs: the fastest kernels measured on this machine; plain: the model's own code"
+        "measured", description="on CPUs: the fastest kernels on this machine; plain: the code of the model"
     )
     adapter: str | None = Field(
         None, min_length=1, description="folder of a LoRA adapter, merged when the model is loaded"
@@ -48,22 +50,22 @@ class DocumentsSection(Strict):
         "URLs that fsspec reads, or hf://datasets/OWNER/NAME",
     )
     format: Literal["text", "messages", "openai-batch"] = Field(
-        "text", description="contents of a row: a text, a conversation, or a request in OpenAI's batch format"
+        "text", description="content of a row: text, a conversation, or a request in OpenAI's batch format"
     )
-    id_field: str = Field("id", description="field of a row with the document's id")
+    id_field: str = Field("id", description="field of a row that contains the document's id")
     text_field: str | None = Field(
         None,
         min_length=1,
-        description="field of a row with the document's text, or its conversation; default: text, or messages",
+        description="field of a row that contains the text or the conversation; default: text or messages",
     )
     encoding: str = Field(
-        "utf-8", description="encoding of text files, such as latin-1 (any that Python knows); rows are always UTF-8"
+        "utf-8", description="encoding of text files, such as latin-1 (any Python encoding); rows are always UTF-8"
     )
     limit: int | None = Field(None, ge=1, description="process only this many documents, from the start of the corpus")
     order: Literal["longest", "shortest", "given"] = Field(
         "longest",
-        description="which documents come first: longest, so that the job ends soonest; shortest, so that answers "
-        "come early; given, as in the corpus",
+        description="which documents come first; longest: the job finishes earliest; shortest: answers come early; "
+        "given: the order of the corpus",
     )
     shard: str | None = Field(
         None,
@@ -73,7 +75,7 @@ class DocumentsSection(Strict):
     reuse: str | None = Field(
         None,
         min_length=1,
-        description="an earlier run; its stored keys and values are loaded for prompts with the same prefix",
+        description="an earlier run, whose stored keys and values are loaded for prompts with the same prefix",
     )
 
     @field_validator("path", mode="before")
@@ -89,7 +91,7 @@ class DocumentsSection(Strict):
             "a".encode(value)  # refuses codecs that are not text encodings: base64, zip
         except (LookupError, ValueError):
             known = "utf-8, latin-1, cp1252 or utf-16"
-            raise ValueError(f"expected an encoding that Python knows, such as {known}") from None
+            raise ValueError(f"expected a Python encoding, such as {known}") from None
         return found.name
 
     @field_validator("shard")
@@ -119,31 +121,31 @@ class PromptSection(Strict):
 
     template: str | Annotated[dict[str, str], Field(min_length=1)] = Field(
         "{text}",
-        description="user message with {text}, the document, and {field}, any field of its row; or several by name",
+        description="user message; {text} is the document, {field} any field of its row; or a table of several by name",
     )
     system: str | None = Field(None, description="system prompt")
-    chat_template: bool | None = Field(None, description="use the model's chat template; default: true if it has one")
+    chat_template: bool | None = Field(None, description="use the model's chat template; default: true if there is one")
     template_args: dict[str, JsonValue] = Field(
         {}, description="variables of the chat template, such as enable_thinking = false (chat_template_kwargs)"
     )
     date: str | None = Field(
-        None, description="date that dated chat templates contain; default: the day on which the run began"
+        None, description="date for chat templates that contain one; default: the start date of the run"
     )
     too_long: Literal["error", "keep-head", "keep-middle", "keep-tail", "split"] = Field(
         "error",
-        description="if a prompt exceeds the context: an error record, a part of the document, or all parts in turn",
+        description="if a prompt exceeds the context: record an error, keep a part, or answer all parts in turn",
     )
     min_coverage: Annotated[float, Field(ge=0, le=1), AS_SHARE] = Field(
-        0.0, description="minimum fraction of a document that must be read; an answer from less becomes an error record"
+        0.0, description="minimum fraction of a document that an answer must cover; other answers become error records"
     )
     overlap_tokens: Annotated[int, Field(ge=0), AS_TOKENS] = Field(
-        0, description="split: tokens of text that each part repeats from the previous one"
+        0, description="split: number of tokens that each part repeats from the previous one"
     )
     reduce_template: str | None = Field(
-        None, description="split: template that combines the answers about the parts; default: template"
+        None, description="split: template for combining the answers about the parts; default: template"
     )
     max_tokens: Annotated[int, Field(ge=2), AS_TOKENS] | None = Field(
-        None, description="maximum length of prompt and answer together; default: the model's context"
+        None, description="maximum total length of prompt and answer; default: the model's context"
     )
 
     @field_validator("template_args")
@@ -189,27 +191,24 @@ class ParallelSection(Strict):
     )
     ranks_per_chain: Annotated[int, Field(ge=1)] | Literal["all", "auto"] | None = Field(
         None,
-        description="ranks that share one prompt; auto: planned for each document; default: all, but 1 for [questions]",
+        description="ranks that share one prompt; auto: planned per document; default: all, or 1 with [questions]",
     )
-    tensor_parallel: int = Field(
-        1, ge=1, description="ranks over which one copy of the model is split; they share each slice of a prompt"
-    )
+    tensor_parallel: int = Field(1, ge=1, description="number of ranks that hold one copy of the model together")
     partition: str = Field(
         EQUAL_TIME,
         min_length=1,
-        description="equal_time: slices that take the same time; even: slices of the same length; PATH: a table from "
-        "kvr search, or a folder of tables",
+        description="equal_time: slices of equal time; even: slices of equal length; PATH: a table from kvr search, or "
+        "a folder of tables",
     )
     chunk_tokens: ChunkTokens = Field(
         "auto",
-        description="compute slices in chunks of this many tokens; auto: only if memory is short, or 64 for a rolling "
-        "cache",
+        description="chunk size in tokens within a slice; auto: only if memory is short, or 64 with rolling caches",
     )
     memory_gib: Annotated[float, Field(gt=0), AS_GIB] | None = Field(
         None, description="maximum memory per rank for prompts, in addition to the weights; default: all free memory"
     )
     transport: TransportName = Field(
-        "auto", description="what carries keys and values between ranks; auto: mpi on CPUs, nccl on GPUs"
+        "auto", description="transport of keys and values between ranks; auto: mpi on CPUs, nccl on GPUs"
     )
 
     @property
@@ -222,38 +221,38 @@ class QuestionsSection(Strict):
     """Questions about the documents of an earlier run with stored keys and values; `documents.path` is that run."""
 
     ask: list[str] | dict[str, str] | str = Field(
-        [], description="questions, questions by name, or a file: one per line, or .jsonl with question and id"
+        [],
+        description="list of questions, table of questions by name, or a file (lines, or .jsonl with question and id)",
     )
-    template: str = Field("\n\n{question}", description="text that follows the document")
-    documents: list[str] | None = Field(None, description="ids of the documents to ask about; default: all in the run")
+    template: str = Field("\n\n{question}", description="text after the document")
+    documents: list[str] | None = Field(None, description="ids of the documents to ask about; default: all")
 
 
 class CacheSection(Strict):
-    """Which keys and values of a prompt a rank holds during prefill and decoding (`kv.rolling`)."""
+    """Which keys and values of a prompt a rank stores during prefill and decoding (`kv.rolling`)."""
 
     kind: Literal["whole", "rolling", "streaming-llm"] = Field(
         "whole",
-        description="whole: all tokens; rolling: the last ones, exact if the model has windows; streaming-llm: the "
-        "first four and the last ones, inexact",
+        description="whole: all tokens; rolling: the most recent ones, exact for models with windows; streaming-llm: "
+        "the first four and the most recent ones, not exact",
     )
     tokens: Annotated[int, Field(ge=5), AS_TOKENS] = Field(
-        448, description="rolling: number of earlier tokens that the first token of a step can attend to"
+        448, description="rolling: number of earlier tokens to which the first token of a step attends"
     )
 
     @model_validator(mode="after")
     def _settings_fit_the_kind(self) -> CacheSection:
         if self.kind == "whole" and self.changed("tokens"):
-            raise ValueError("cache.tokens is for rolling caches: set cache.kind = 'rolling', or leave it out")
+            raise ValueError("cache.tokens requires a rolling cache: set cache.kind = 'rolling', or omit cache.tokens")
         return self
 
     @property
     def is_rolling(self) -> bool:
-        """Whether the cache is a rolling one."""
         return self.kind != "whole"
 
 
 class DecodeSection(Strict):
-    """How the ranks of a chain decode the prompts they have prefilled, and where heads are placed."""
+    """How the ranks of a chain decode, and how heads are assigned to them."""
 
     mode: Literal["data-parallel", "head-parallel", "auto"] = Field(
         "data-parallel",
@@ -262,7 +261,7 @@ class DecodeSection(Strict):
     )
     placement: Literal["static", "best-effort", "equal", "proportional"] = Field(
         "proportional",
-        description="how heads are assigned to ranks; static: in order; best-effort: by the tokens they keep; equal, "
+        description="assignment of heads to ranks; static: in order; best-effort: by the tokens they keep; equal, "
         "proportional: also with copies",
     )
 
@@ -270,8 +269,8 @@ class DecodeSection(Strict):
     def _settings_fit_the_mode(self) -> DecodeSection:
         if self.mode == "data-parallel" and self.changed("placement"):
             raise ValueError(
-                "decode.placement is not used with mode = 'data-parallel', where every rank holds all heads of its "
-                "prompts; leave it out, or choose mode = 'head-parallel' or 'auto'"
+                "decode.placement has no effect with mode = 'data-parallel', where every rank has all heads of its "
+                "prompts; omit it, or choose mode = 'head-parallel' or 'auto'"
             )
         return self
 

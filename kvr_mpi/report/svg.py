@@ -38,7 +38,6 @@ class Scale:
 
     @property
     def middle(self) -> float:
-        """The coordinate of the middle."""
         return (self.start + self.stop) / 2
 
 
@@ -59,26 +58,22 @@ class Drawing:
         self._add(f'<rect class="f-{fill}" fill-opacity="{opacity:.3g}" {place}', title)
 
     def dot(self, x: float, y: float, fill: str, title: str = "", radius: float = 3.5) -> None:
-        """Add a dot."""
         self._add(f'<circle class="f-{fill} dot" cx="{_n(x)}" cy="{_n(y)}" r="{radius}"', title)
 
     def line(
         self, points: Iterable[tuple[float, float]], stroke: str, *, dashed: bool = False, width: float = 2
     ) -> None:
-        """Add a line."""
         text = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(f'<polyline class="s-{stroke}" stroke-width="{width}"{dashes} points="{text}"/>')
 
     def area(self, points: Iterable[tuple[float, float]], fill: str, opacity: float = 0.18) -> None:
-        """Add a filled band."""
         text = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         self.parts.append(f'<polygon class="f-{fill}" fill-opacity="{opacity}" points="{text}"/>')
 
     def text(
         self, x: float, y: float, text: str, *, anchor: str = "start", quiet: bool = True, bold: bool = False
     ) -> None:
-        """Add text."""
         classes = ("quiet" if quiet else "loud") + (" bold" if bold else "")
         self.parts.append(
             f'<text class="{classes}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escaped(text)}</text>'
@@ -105,7 +100,6 @@ class Drawing:
         self.text(at, self.height - BOTTOM + 16, text, anchor="middle")
 
     def x_name(self, at: float, name: str) -> None:
-        """Add the name of the horizontal axis."""
         self.text(at, self.height - 6, name, anchor="middle")
 
     def y_axis(

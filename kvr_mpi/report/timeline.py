@@ -26,7 +26,6 @@ class Lane:
 
     @property
     def rank(self) -> int:
-        """Rank of the job."""
         return self.header.rank
 
     @property

@@ -102,7 +102,6 @@ class Expected:
 
     @property
     def range_s(self) -> tuple[float, float, float]:
-        """The interval as `Cost` stores it."""
         return self.low_s, self.seconds, self.high_s
 
     def __str__(self) -> str:

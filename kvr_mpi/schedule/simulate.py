@@ -35,7 +35,6 @@ class ForecastRow:
     efficiency: float
 
     def as_json(self) -> dict[str, object]:
-        """Return plain values for JSON."""
         return asdict(self)
 
 

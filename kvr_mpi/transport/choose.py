@@ -102,10 +102,10 @@ def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool)
     size, on_gpu = len(views), any(view.device == "cuda" for view in views)
     if wanted == "local" and in_processes and size > 1:
         raise TransportError(
-            f"transport 'local' joins threads of one process, but {size} ranks were started; use 'auto' or 'mpi'"
+            f"transport 'local' connects threads of one process, but {size} ranks were started; use 'auto' or 'mpi'"
         )
     if size == 1 and wanted in ("auto", "local"):
-        return "local", "one rank, so nothing is sent"
+        return "local", "one rank, nothing to send"
     if not in_processes:
         return "local", f"{size} threads of one process"
     if wanted == "nccl":
@@ -119,10 +119,10 @@ def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool)
         said = next((view.claims_why for view in views if not view.claims), views[0].claims_why)
         if not all(view.claims for view in views):
             raise TransportError(
-                f"transport 'mpi' would pass GPU memory to MPI, but this MPI does not claim to support that ({said}); "
+                f"transport 'mpi' would pass GPU memory to MPI, but this MPI does not report support for it ({said}); "
                 f"use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
             )
-        return "mpi", f"as requested; MPI claims to support GPU memory ({said})"
+        return "mpi", f"as requested; MPI reports support for GPU memory ({said})"
     try:
         _need_nccl(views)
     except TransportError as error:
@@ -134,7 +134,7 @@ def _need_nccl(views: Sequence[_View]) -> None:
     without = [rank for rank, view in enumerate(views) if view.device != "cuda"]
     if without:
         raise TransportError(
-            f"transport 'nccl' moves GPU memory, but the model of rank {without[0]} is on the CPU; use 'auto' or 'mpi'"
+            f"transport 'nccl' requires GPU memory, but rank {without[0]} has its model on the CPU; use 'auto' or 'mpi'"
         )
     if not all(view.has_nccl for view in views):
         raise TransportError("transport 'nccl': this torch was built without NCCL; use 'staged' or 'auto'")
@@ -213,9 +213,7 @@ def _check(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     import torch
 
     if not torch.equal(found, expected):
-        raise TransportError(
-            f"{what} delivers wrong data; `kvr doctor` tests the links, and another transport may work"
-        )
+        raise TransportError(f"{what} delivers wrong data; test the links with kvr doctor, or try another transport")
 
 
 def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) -> _View:

@@ -250,8 +250,8 @@ class Forwarder:
             recorded = f"; the last messages of NCCL are in {file} (torchfrtrace reads it)"
         return (
             f"rank {rank} of {self.transport.size} in its chain has waited {patience.waited_s:.0f} s for {what}, or "
-            f"the link does; the logs of both ranks and `kvr doctor` may say why{recorded}. Finished documents are "
-            f"kept: --resume continues"
+            f"the link hangs; the logs of both ranks and kvr doctor may show the reason{recorded}. Finished documents "
+            f"are kept: --resume continues"
         )
 
     def progress(self) -> None:

@@ -80,9 +80,9 @@ class _Heartbeat:
             if is_watched and patience.is_over():
                 self._end(
                     TransportError(
-                        f"rank {source} has shown no sign of life for {patience.waited_s:.0f} s: its process is "
+                        f"rank {source} has not responded for {patience.waited_s:.0f} s: its process is "
                         f"stopped, or its host does not respond; check that host, and run the job again with --resume. "
-                        f"KVR_PEER_TIMEOUT sets another limit"
+                        f"KVR_PEER_TIMEOUT changes this limit"
                     )
                 )
                 return

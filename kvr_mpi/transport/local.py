@@ -99,23 +99,19 @@ class LocalTransport:
         all_reduce(self, tensor)
 
     def barrier(self) -> None:
-        """Wait for all threads."""
         try:
             self._hub.barrier.wait()
         except threading.BrokenBarrierError as error:
             raise TransportError("another rank failed while this one was waiting for it") from error
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Return the root's bytes on every rank."""
         return self._exchange(data)[root]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes on rank 0."""
         everything = self._exchange(data)
         return everything if self.rank == 0 else []
 
     def split(self, color: int) -> LocalTransport:
-        """Make a transport for the threads with the same color."""
         colors = [int(data) for data in self._exchange(str(color).encode())]
         members = tuple(rank for rank in range(self.size) if colors[rank] == color)
         with self._hub.arrived:
@@ -152,7 +148,6 @@ class LocalCounters:
             return self._counts[slot] - amount
 
     def read(self) -> list[int]:
-        """Return all counters."""
         with self._lock:
             return list(self._counts)
 

@@ -131,7 +131,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> Transport:
     world = MPI.COMM_WORLD
     if world.size == 1 and meant > 1:
         raise TransportError(
-            f"this process is alone, but {meant} ranks were intended ({launcher}): the launcher does not match the "
+            f"only one process started, but {meant} ranks were requested ({launcher}): the launcher does not match the "
             f"MPI that mpi4py loads ({library})",
             "under SLURM use `srun --mpi=pmi2` with MPICH, `srun --mpi=pmix` with Open MPI, or that MPI's own mpirun; "
             "for one rank on purpose, use `srun -n 1`",
@@ -282,7 +282,6 @@ class MpiTransport:
         return self._staging_for(data).send(data, start, landed, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        """Start to receive into a contiguous tensor."""
         from mpi4py import MPI
 
         def start(data: torch.Tensor) -> Request:
@@ -307,11 +306,9 @@ class MpiTransport:
         all_reduce(self, tensor)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         _wait_asleep(self.comm.Ibarrier())
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Return the root's bytes on every rank."""
         import numpy as np
 
         length = np.array([len(data)], dtype=np.int64)
@@ -321,7 +318,6 @@ class MpiTransport:
         return data if self.rank == root else buffer.tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes on rank 0, in rank order."""
         import numpy as np
         from mpi4py import MPI
 
@@ -336,12 +332,10 @@ class MpiTransport:
         return [everything[stop - length : stop].tobytes() for stop, length in zip(stops, lengths, strict=True)]
 
     def split(self, color: int) -> MpiTransport:
-        """Make a transport for the ranks with the same color."""
         part = self.comm.Split(color, self.rank)
         return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress)
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job."""
         from mpi4py import MPI
 
         time.sleep(LAST_WORDS_S)

@@ -89,12 +89,12 @@ def _ask(library: Any) -> tuple[bool, str] | None:
             for kind, supported in found.items()
         ):
             kinds = [kind for kind, supported in found.items() if supported.value]
-            return bool(kinds), f"MPIX_GPU_query_support says {', '.join(kinds) or 'no'}"
+            return bool(kinds), f"MPIX_GPU_query_support returns {', '.join(kinds) or 'no'}"
     queries = [name for kind in ("cuda", "rocm") if hasattr(library, name := f"MPIX_Query_{kind}_support")]
     if not queries:
         return None
     yes = next((name for name in queries if getattr(library, name)() == 1), None)
-    return yes is not None, f"{yes or queries[0]} says {'yes' if yes else 'no'}"
+    return yes is not None, f"{yes or queries[0]} returns {'yes' if yes else 'no'}"
 
 
 if __name__ == "__main__":

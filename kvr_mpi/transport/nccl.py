@@ -203,15 +203,12 @@ class NcclTransport:
         self._groups.make_sums(self._members)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self._control.barrier()
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
-        """Return the root's bytes on every rank."""
         return self._control.broadcast(data, root)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes on rank 0."""
         return self._control.gather(data)
 
     def split(self, color: int) -> NcclTransport:
@@ -220,7 +217,6 @@ class NcclTransport:
         return type(self)(control, self._groups, share_json(control, gather_json(control, self._members[self.rank])))
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job."""
         self._control.abort(exit_code)
 
 

@@ -125,7 +125,6 @@ class StagedTransfer:
         return _is_passed(self.whole)
 
     def wait(self) -> None:
-        """Wait until the transfer is complete."""
         while not self.test():
             time.sleep(PAUSE_S)
 

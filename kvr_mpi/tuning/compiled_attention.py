@@ -1,6 +1,6 @@
 """Our kernels for attention and products, compiled once per processor and cached in ``KVR_CACHE``.
 
-Compiling takes a few seconds. If it fails, torch's kernels are used and a log line says why. Later jobs do not
+Compiling takes a few seconds. If it fails, torch's kernels are used, and the log gives the reason. Later jobs do not
 repeat a failed compilation, but every job looks again for a missing compiler.
 """
 
@@ -36,7 +36,7 @@ COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER = f"no compiler found ({', '.join(COMPILERS)}), and CXX is not set"
 # FMA contraction does not reorder additions; no option disables NaN.
 OPTIONS = "-std=c++17 -O3 -march=native -ffp-contract=fast -fno-math-errno -shared -fPIC -pthread".split()
-NOT_COMPILED = "attention is not compiled, so torch's is used"
+NOT_COMPILED = "attention kernels not compiled, using torch's attention"
 # With AMX, weights are rounded to bfloat16.
 ALLOWED_ERROR, ALLOWED_AMX_ERROR = 1e-5, 1e-2
 # Test cases (heads, KV heads, queries, keys): full and partial tiles, several blocks of keys, queries at the end of the
@@ -89,7 +89,7 @@ def _compile(file: Path, logger: RankLogger, limit_s: float) -> None:
     note = file.parent / FAILED
     if note.exists():
         why = read_regular(note, MOST_NOTE_BYTES).decode(errors="replace").strip()
-        logger.info(f"{NOT_COMPILED}, since that failed before ({why}); remove {note} to try again")
+        logger.info(f"{NOT_COMPILED}: compiling failed before ({why}); remove {note} to try again")
         return
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     work = Path(tempfile.mkdtemp(prefix=".compiling-", dir=file.parent))

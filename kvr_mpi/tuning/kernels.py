@@ -62,7 +62,7 @@ MOST_CALL_S = 0.2
 COMPARED_ROWS = (*ROWS[:-1], 205)
 # But not where torch alone would take this long: its 16-bit products may be slow, and kinds share their kernels.
 MOST_COMPARED_S = 1.0
-# Rows with which products in a model's dtype are timed against other dtypes, how much slower they are when jobs say so,
+# Rows with which products in a model's dtype are timed against other dtypes, how much slower they are if jobs warn,
 # and what another dtype costs.
 SLOW_ROWS, SLOW_FACTOR = 64, 2.0
 FASTER_DTYPES = {torch.float32: "takes twice the memory", torch.bfloat16: "is less precise"}
@@ -109,8 +109,8 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         known = _read(file, holds_for, kinds)
         is_known = known is not None and known.is_final
         if not is_known:
-            again = "" if known is None else "; again, since other programs ran during the last measurement"
-            logger.info(f"choosing CPU kernels: measuring which are fastest (kept for later jobs){again}")
+            again = "" if known is None else "; repeated, since other programs ran during the last measurement"
+            logger.info(f"measuring CPU kernels (once per machine){again}")
         alike = [socket.gethostname(), key]  # of all ranks with the same kinds on the same host
         here = [rank for rank, view in enumerate(share_json(world, gather_json(world, alike))) if view == alike]
         half = slice(here.index(world.rank) % 2, None, 2) if len(here) > 1 else slice(None)
@@ -118,7 +118,7 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         views = share_json(world, gather_json(world, mine))
         gains, share = _middle([views[rank][0] for rank in here]), min(views[rank][1] for rank in here)
         for name, way in _wrong_ways(gains):
-            logger.warning(f"{name}: {way} is not used: its results differ from those of plain torch")
+            logger.warning(f"{name}: {way} is not used, since its results differ from plain torch")
         ways = choose_ways(gains, _copy_bytes(loaded.model, narrowed), room)
     chosen = "; ".join(f"{name}: {', '.join(way)}" for name, way in ways.items())
     logger.debug(f"kernels: {chosen or 'those of torch'}")
@@ -269,7 +269,7 @@ def describe_slow_dtype(loaded: LoadedModel) -> str | None:
         return None
     name, faster = (str(dtype).removeprefix("torch.") for dtype in (loaded.dtype, fastest))
     return (
-        f"{name} is slow on this processor: products of weights take {ratio:.1f} times as long as in "
+        f"{name} is slow on this processor: matrix products take {ratio:.1f} times as long as in "
         f"{faster}. Set model.dtype = '{faster}', which {FASTER_DTYPES[fastest]}, or model.kernels = 'measured' with a "
         "C++ compiler"
     )
@@ -377,7 +377,7 @@ def _keep(file: Path, kept: _Kept, logger: RankLogger) -> None:
     except OSError as error:
         if isinstance(error, FileExistsError) and file.parent.is_dir():
             return  # another host is writing it
-        logger.warning(f"kernel measurements are not kept: {file} cannot be written ({error.strerror or error})")
+        logger.warning(f"kernel measurements are not saved: {file} cannot be written ({error.strerror or error})")
 
 
 def is_same(truth: torch.Tensor, found: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.tuning.table import ModelIdentity, Table, TableKey, load_tables
 
-REMEDY = "Start as many ranks as a table is for, or name one that kvr search has made here in parallel.partition"
+REMEDY = "Start the number of ranks of a table, or set parallel.partition to a table from kvr search on this machine"
 
 
 def choose_slices(table: Table, tokens: int, ranks: int) -> Partition:

@@ -68,7 +68,6 @@ class Refit:
         return seen
 
     def times_of(self, split: Partition) -> list[float]:
-        """Measured times of a split."""
         return [seen.ttft_s for seen in self.observations if seen.partition == split]
 
 
@@ -77,7 +76,7 @@ def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, logger: RankLog
     split = Partition.by_ratio(tokens, equal_time_lengths(costs, tokens, ranks), QUANTUM_TOKENS)
     predicted_s = chain_seconds(costs, split.lengths)
     result = Refit(split, costs)
-    logger.info(f"{tokens} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
+    logger.info(f"{tokens:,} tokens: equal-time split {split}, predicted {predicted_s:.3f} s")
     while len(result.observations) < MAX_RUNS:
         seen = result.run(split, predicted_s, run, logger)
         result.costs = fit(costs, result.observations)
@@ -89,9 +88,7 @@ def refit(tokens: int, costs: Costs, ranks: int, run: RunSlices, logger: RankLog
         )
         split, predicted_s = best_split(result.costs, tokens, ranks, quantum=QUANTUM_TOKENS)
         if split in result.forecasts_s and len(result.observations) >= ENOUGH_RUNS:
-            logger.info(
-                f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, which was measured already"
-            )
+            logger.info(f"  the fitted rates suggest {split}, predicted {predicted_s:.3f} s, already measured")
             break
     result.best = _choose(result)
     return result

@@ -46,7 +46,7 @@ class TableKey(Strict):
 
     model: ModelIdentity
     dtype: Literal["float32", "bfloat16", "float16"]
-    hardware: PlainName = Field(description="the name that the user gave to this hardware")
+    hardware: PlainName = Field(description="hardware name given by the user")
     device: Text = Field(description="detected hardware of a rank: processor and threads, or GPU")
     ranks: Annotated[int, Field(ge=2, le=MAX_RANKS)]
 
@@ -87,7 +87,7 @@ class TableEntry(Strict):
         bounds = self.bounds_tokens
         if bounds[0] != 0 or bounds[-1] != self.context_tokens or any(b <= a for a, b in pairwise(bounds)):
             raise ValueError(
-                f"bounds_tokens {_short(bounds)}: expected to rise from 0 to context_tokens = {self.context_tokens}"
+                f"bounds_tokens {_short(bounds)}: expected to increase from 0 to context_tokens = {self.context_tokens}"
             )
         if self.repetitions > self.runs:
             raise ValueError(f"repetitions = {self.repetitions}: expected at most runs = {self.runs}")
@@ -95,7 +95,6 @@ class TableEntry(Strict):
 
     @property
     def partition(self) -> Partition:
-        """The slices."""
         return Partition(self.bounds_tokens)
 
     @property
@@ -117,7 +116,7 @@ class Table(Strict):
     def _fits_together(self) -> Table:
         lengths = [entry.context_tokens for entry in self.entries]
         if any(b <= a for a, b in pairwise(lengths)):
-            raise ValueError(f"entries for {_short(lengths)} tokens: expected every length once, the shortest first")
+            raise ValueError(f"entries for {_short(lengths)} tokens: expected each length once, in ascending order")
         for entry in self.entries:
             if len(entry.bounds_tokens) != self.key.ranks + 1:
                 raise ValueError(
@@ -139,7 +138,7 @@ def load_table(path: Path) -> Table:
     """Read a table; raise `ConfigError` if there is none, `DataError` if it is damaged, too large or not a table."""
     hint = "create it again with kvr search"
     if not path.is_file():
-        raise ConfigError(f"table {str(path)!r}: no such file (looked for {path.absolute()}); {hint}")
+        raise ConfigError(f"table {str(path)!r}: file not found: {path.absolute()}; {hint}")
     try:
         return Table.model_validate_json(read_regular(path, MAX_FILE_BYTES))
     except OSError as error:

@@ -19,7 +19,7 @@ from kvr_mpi.tuning.table import Provenance, Table, TableEntry, TableKey
 def check_contexts(contexts: Sequence[int], ranks: int, max_tokens: int | None) -> list[int]:
     """Refuse lengths that the model or the ranks do not support (`ConfigError`); return the lengths, shortest first."""
     if ranks < 2:
-        raise ConfigError(f"{ranks} rank has no slices to search; start more ranks: mpirun -n 2 kvr search ...")
+        raise ConfigError("one rank has no slices to search; start more ranks: mpirun -n 2 kvr search ...")
     for tokens in contexts:
         if not 2 * ranks <= tokens <= (max_tokens or tokens):
             limit = f"{max_tokens} (the model's context)" if max_tokens else "what the model takes"
@@ -46,7 +46,7 @@ def tabulate(
         known = fit(known, found.observations)
         entry = _entry(found, provenance, noise_of(known, found.observations))
         entries.append(entry)
-        logger.info(f"{tokens} tokens: {describe_entry(entry)}")
+        logger.info(f"{tokens:,} tokens: {describe_entry(entry)}")
         yield Table(key=key, rates=fit(costs, everything), entries=tuple(entries))
 
 

@@ -65,9 +65,9 @@ def test_it_answers_as_one_process_does(size: int, tiny_model_dir: Path, truth: 
 
 def test_ranks_that_differ_in_prompt_or_method_are_refused_on_all(tiny_model_dir: Path) -> None:
     def work(chain: Chain) -> Answer:
-        with pytest.raises(KvrError, match="rank 1 was given a different prompt from rank 0|another rank failed"):
+        with pytest.raises(KvrError, match="rank 1 received a different prompt than rank 0|another rank failed"):
             chain.prefill(f"{TEXT} {chain.rank}")
-        with pytest.raises(KvrError, match="rank 0 was given no prompt|another rank failed"):
+        with pytest.raises(KvrError, match="rank 0 received no prompt|another rank failed"):
             chain.prefill(TEXT if chain.rank else None)
         with pytest.raises(KvrError, match="method called is 'generate' on rank 1 and 'prefill'|another rank failed"):
             chain.generate(TEXT) if chain.rank else chain.prefill(TEXT)

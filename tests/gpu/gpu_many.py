@@ -193,7 +193,7 @@ def hanging_ranks_end_jobs(given: Given) -> Figures:
         finally:
             end_all(process.pid)
         if number == signal.SIGSTOP:
-            told = next(line for line in file.read_text().splitlines() if "no sign of life" in line)
+            told = next(line for line in file.read_text().splitlines() if "has not responded" in line)
             found["said"] = told.strip()
     return found
 

@@ -130,7 +130,7 @@ def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -
     for task in (f"{array}_3", f"{array}_5"):
         assert cluster.wait_ended(task, 2 * JOB_S) == ("COMPLETED", 0)
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
-    assert len(logs) == 2 and all("must be done by" in log for log in logs), logs
+    assert len(logs) == 2 and all("time limit: " in log for log in logs), logs
     shares = [records(tmp_path / "out" / f"share-{number}-of-3") for number in range(3)]
     assert [sorted(share) for share in shares] == [[f"doc-{n}" for n in range(first, 7, 3)] for first in range(3)]
 

@@ -30,10 +30,10 @@ BAD = [
     ("key.ranks", 3, "has 2 slices; expected key.ranks = 3"),
     ("key.hardware", "../../etc", "key.hardware"),
     ("entries", [], "entries"),
-    ("entries", [RAW["entries"][0]] * 2, "expected every length once, the shortest first"),
-    ("entries", RAW["entries"][::-1], "expected every length once, the shortest first"),
-    ("entries.1.context_tokens", 1024, "expected to rise from 0 to context_tokens = 1024"),
-    ("entries.0.bounds_tokens", [0, 2000, 1024], "expected to rise from 0"),
+    ("entries", [RAW["entries"][0]] * 2, "expected each length once, in ascending order"),
+    ("entries", RAW["entries"][::-1], "expected each length once, in ascending order"),
+    ("entries.1.context_tokens", 1024, "expected to increase from 0 to context_tokens = 1024"),
+    ("entries.0.bounds_tokens", [0, 2000, 1024], "expected to increase from 0"),
     ("entries.0.repetitions", 9, "repetitions = 9: expected at most runs = 3"),
 ]
 
