@@ -134,7 +134,7 @@ class Record:
         """Fraction of the answer's characters that are copied from the document; None if it was not checked."""
         if not self.unsupported:
             return None
-        return sum(one["stop"] - one["start"] for one in self.copies) / max(1, len(self.answer))
+        return float(sum(one["stop"] - one["start"] for one in self.copies) / max(1, len(self.answer)))
 
     @property
     def unsupported_count(self) -> int | None:
