@@ -246,8 +246,10 @@ class SliceLayer(RowLayer):
         return True
 
     def drop(self) -> None:
-        """Drop the buffer; the forwarder keeps what is still being sent."""
+        """Drop the buffer, and what was read of a stored prefix; the forwarder keeps what is still being sent."""
         self.slab = self._by_head = self.segments = None
+        if self.cache.prefix is not None and self.cache.prefix.is_stored:
+            self.cache.prefix.close(self.layer_idx)
 
     def get_seq_length(self) -> int:
         """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""

@@ -427,7 +427,7 @@ class SequenceKV:
         tokens = keys.shape[2]
         if first + tokens > self.capacity:
             raise ValueError(f"tokens {first} to {first + tokens} do not fit: there is room for {self.capacity}")
-        for span in self.layers[layer_idx] or ():
+        for span in self.open(layer_idx):
             if span.grows:
                 row = span.filled + first
                 some, skipped = slice(max(row, 0), max(row + tokens, 0)), max(-row, 0)  # before it: sinks
@@ -443,7 +443,7 @@ class SequenceKV:
         """
         if layer_idx in self.ragged:
             raise ModelError("its heads keep different tokens, so a range of tokens does not exist")
-        found, spans = list[Pair](), self.layers[layer_idx] or []
+        found, spans = list[Pair](), self.open(layer_idx)
         for span, after in itertools.zip_longest(spans, spans[1:]):
             stop = last if span.grows or after is None else min(last, span.first + span.filled)
             if max(first, span.first) < stop:

@@ -10,6 +10,7 @@ from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, counted
+from kvr_mpi.kv.chain import LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.pool import PAGE_ROWS
 from kvr_mpi.kv.route import Route
 from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
@@ -207,7 +208,12 @@ class Planner:
         keep = range(self.size) if self._spec.is_spread and plan.takes_all else [rank]
         if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
             keep = []
-        plan = replace(plan, needs=needs, rows=kept, kept={each: kept[each] for each in keep})
+        rows = kept
+        if plan.partition is not None and plan.prefix is not None and plan.prefix.is_stored:
+            # Other ranks hold a few layers of it at a time.
+            layers = min(1.0, (LAYERS_HELD + 1 + LAYERS_AHEAD) / len(setup.loaded.shape.layers))
+            rows = [max(each, int(layers * setup.kv_bytes(plan.known_tokens))) for each in kept]
+        plan = replace(plan, needs=needs, rows=rows, kept={each: kept[each] for each in keep})
         if before is None and footprint is not None:
             self._check_fits(plan, footprint, drop)
         return plan
@@ -225,7 +231,8 @@ class Planner:
         """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
         tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self._setup
         if plan.before is None or not setup.loaded.attends_in_parts:  # a model's own attention may need a copy
-            return setup.kv_bytes(tokens)
+            is_copied = setup.pool.is_paged and plan.prefix is not None and plan.prefix.is_stored  # its last page
+            return setup.kv_bytes(tokens) + (setup.pool.page_bytes if is_copied else 0)
         shared = plan.before.prompt.tokens
         return setup.kv_bytes(tokens - (shared if not setup.pool.is_paged else shared // PAGE_ROWS * PAGE_ROWS))
 

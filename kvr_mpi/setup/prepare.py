@@ -67,7 +67,7 @@ LEAST_PREFIX_TOKENS = 32  # shorter instructions are computed with every prompt,
 MOST_COUNTED = 1 << 20  # longer prompts, such as those of models without a maximum length, may need chunks in any case
 EXAMPLE_TOKENS = 8192  # slices are shown for this length if the model's configuration has no maximum length
 
-# Share of the prompt memory on a GPU that is allocated for keys and values, if it is too small for the longest prompt's
+# Share of the prompt memory on a GPU that is allocated for keys and values, if it is too small for the longest prompt
 # and its prefill, which may then run in chunks.
 POOL_SHARE = 1 / 2
 
@@ -384,7 +384,8 @@ def _make_pool(loaded: LoadedModel, longest: int, footprint: Footprint | None, f
         tokens = max(1, min(longest, MOST_COUNTED, free_bytes // each))
         rest = footprint.route_bytes(relay(Partition((0, tokens)), 0)) - tokens * each
         room -= max(rest, footprint.activation_bytes(max(tokens, PACK_TOKENS[loaded.device.type])))
-        room = max(room, min(int(POOL_SHARE * free_bytes), pages_for(tokens) * PAGE_ROWS * each))
+        if room < (pages_for(tokens) + 1) * PAGE_ROWS * each:
+            room = int(POOL_SHARE * free_bytes)
     pages = room // (each * PAGE_ROWS)
     return Pool(loaded.shape.layers, loaded.dtype, loaded.device, max(1, pages) * PAGE_ROWS)
 
