@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvr_mpi.doctor.findings import Finding, exit_code, fail
-from kvr_mpi.doctor.process import LEAVE_TIMEOUT_S, Child, Outcome
+from kvr_mpi.doctor.process import Child, Outcome
 from kvr_mpi.errors import EXIT_NO_TRANSPORT, EXIT_OK
 from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.mpi import launched_rank
@@ -83,7 +83,9 @@ def diagnose(
         if bad:
             print(f"kvr doctor: rank {rank}: {bad}", file=sys.stderr, flush=True)
         time.sleep(pause_s)
-    child.end(0.0 if outcome.lost else LEAVE_TIMEOUT_S)
+    if outcome.lost:
+        child.release()  # only after the report: the launcher may then end this process, too
+    child.end()
     return code
 
 

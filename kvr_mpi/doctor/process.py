@@ -34,7 +34,7 @@ class Outcome:
     findings : the findings that it wrote.
     step : the last step that it began.
     problem : how the process ended or hung in that step; empty if it finished all steps.
-    lost : whether ranks were lost, so that MPI_Finalize would hang.
+    lost : whether ranks were lost, so that all ranks must be ended.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -52,7 +52,8 @@ class Reporter:
     def __init__(self) -> None:
         self._lines = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
-        threading.Thread(target=self._end_with_parent, daemon=True).start()
+        self._released = threading.Event()
+        threading.Thread(target=self._follow_parent, daemon=True).start()
 
     def step(self, check: str, timeout_s: float) -> None:
         """Report the start of a step, and its time limit."""
@@ -65,15 +66,20 @@ class Reporter:
         self._write({"findings": [asdict(finding) for finding in findings]})
 
     def end(self, lost: bool) -> None:
-        """Report the end."""
+        """Report the end; if ranks were lost, wait for the parent."""
+        faulthandler.cancel_dump_traceback_later()
         self._write({"step": END, "timeout_s": LEAVE_TIMEOUT_S, "lost": lost})
+        if lost:
+            self._released.wait()
 
     def _write(self, message: object) -> None:
         self._lines.write(json.dumps(message) + "\n")
 
-    def _end_with_parent(self) -> None:
+    def _follow_parent(self) -> None:
+        """End this process if the parent is gone; continue when the parent releases it."""
         if not os.read(0, 1):
             os._exit(1)
+        self._released.set()
 
 
 class Child:
@@ -112,6 +118,12 @@ class Child:
             outcome.step, limit_s = message.get("step", outcome.step), message.get("timeout_s", limit_s)
             outcome.lost = message.get("lost", False)
         return outcome
+
+    def release(self) -> None:
+        """Allow the process to end all ranks."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b".")
+        self._process.stdin.flush()
 
     def end(self, limit_s: float = LEAVE_TIMEOUT_S) -> int | None:
         """Wait for the process, kill it after a time limit, and return its exit code; None if it cannot be killed."""

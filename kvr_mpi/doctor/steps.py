@@ -20,7 +20,7 @@ from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, DeviceFacts, RankFacts, look_
 from kvr_mpi.doctor.findings import Finding, fail
 from kvr_mpi.doctor.launch import MISMATCH_REMEDY, DoctorOptions
 from kvr_mpi.doctor.process import Reporter
-from kvr_mpi.errors import TransportError
+from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
 from kvr_mpi.model.devices import visible_gpus
 from kvr_mpi.plain import from_plain
 from kvr_mpi.topology import gpus_in_turn
@@ -206,7 +206,10 @@ def main(request: DoctorOptions, launch: Finding | None, environ: Mapping[str, s
     if launch is not None and launched_rank(environ):  # the processes are not connected; only the first reports
         reporter.end(lost=False)
         return
-    reporter.end(lost=not examine(world, request, environ, reporter, launch))
+    in_order = examine(world, request, environ, reporter, launch)
+    reporter.end(lost=not in_order)
+    if not in_order:
+        world.abort(EXIT_NO_TRANSPORT)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def test_doctor_under_mpirun(mpirun: Any, kvr: Path, tmp_path: Path) -> None:
     run = mpirun(3, [kvr, "doctor", "--json"], cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     found = findings_of(run)
-    assert "3 ranks started by" in found["launcher"]["found"]
+    assert "3 ranks, started by" in found["launcher"]["found"]
     chain = found["links"]["measured"]
     assert [(link["source"], link["dest"]) for link in chain] == [(0, 1), (1, 2)]
     assert all(link["latency_us"] > 0 and link["gigabytes_per_s"] > 0 and link["intact"] for link in chain)
