@@ -128,6 +128,10 @@ def _main(command: click.Command, name: str) -> NoReturn:
         sys.stdout.flush()  # here, where a closed pipe is handled, and not when the interpreter exits
     except click.exceptions.Abort:
         code = EXIT_INTERRUPTED
+        if "mpi4py.MPI" in sys.modules:  # MPI would warn, as it ends, about each transfer in progress
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     except click.ClickException as error:
         if is_first:
             error.show()

@@ -44,6 +44,7 @@ NO_LIMIT, WITH_UNITS = ("0", "-1", "INFINITE", "UNLIMITED"), re.compile("([0-9]+
 MARGIN = 1.5
 # Parts of the names of sbatch's options that ask for GPUs.
 GPU_OPTIONS = ("gpu", "gres")
+PLANNED = "planned"  # as --mem: the memory that the plan needs
 # Host memory that Python and its libraries take per rank, in addition to the planned memory.
 LIBRARY_BYTES = 1.5 * (1 << 30)
 # Minimum speed-up for which twice as many ranks are worth requesting.
@@ -97,7 +98,8 @@ def sbatch(
     kvr sbatch jobs/summarize.toml --ranks 4 --hardware h200 --array 100%20
 
     Any long option of sbatch can be given as --NAME=VALUE, such as --account, --partition, --mem or --dependency. The
-    default of --time comes from the forecast. The expected cost in node, GPU and core hours is printed first.
+    default of --time comes from the forecast; --mem=planned requests the memory that the plan needs. The expected cost
+    in node, GPU and core hours is printed first.
 
     Defaults for all jobs can be set in ~/.config/kvr-mpi/sbatch.toml, such as account = "abc", or setup = ["module load
     openmpi"] for lines that run before the job. Options and variables such as SBATCH_ACCOUNT override them.
@@ -153,11 +155,15 @@ def sbatch(
     fill_in(template, wanted, arguments, setup)  # refuses wrong options before the forecast, which takes seconds
     if not nodes.gpus and node["gpus_per_node"] is None and spec.model.device == "auto":
         _warn_without_gpus(chosen, node["cpus_per_task"])
+    plans_memory = chosen.get("mem") == PLANNED
     try:
-        minutes = _forecast(spec, hardware, shares, nodes, requests="time" not in chosen)
+        minutes, memory = _forecast(spec, hardware, shares, nodes, requests="time" not in chosen)
         wanted.setdefault("time", minutes)
+        if plans_memory and not memory:
+            raise ConfigError(f"--mem={PLANNED}: the plan does not know the memory of this job; give --mem=NG")
+        wanted |= {"mem": memory} if plans_memory else {}
     except KvrError as error:
-        if "time" not in chosen:
+        if "time" not in chosen or plans_memory:
             raise
         click.echo(f"no forecast of time, cost and memory: {str(error).splitlines()[0]}", err=True)
     script, gather, shared = fill_in(template, wanted, arguments, setup), "", dict[str, str]()
@@ -361,14 +367,16 @@ def _warn_without_gpus(chosen: Mapping[str, str], cores: int | None) -> None:
     )
 
 
-def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocation, *, requests: bool) -> str:
+def _forecast(
+    spec: JobSpec, hardware: str | None, shares: int, nodes: Allocation, *, requests: bool
+) -> tuple[str, str]:
     """Print the forecast of the job's time, cost, memory and disk space.
 
     Returns
     -------
-    str
+    (str, str)
         The time of the job, or of the longest of its shares, plus a margin, in minutes; `requests` says that it will
-        be the time limit.
+        be the time limit. The host memory of a node as an option of sbatch has it, such as 64G; empty: not known.
     """
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.report.style import bytes_text
@@ -395,19 +403,22 @@ def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocatio
         err=True,
     )
     click.echo(f"predicted cost: {nodes.hours(sum(known))}, plus startup", err=True)
+    memory = ""
     if (rank_bytes := made.rank_bytes) is not None:
         if nodes.gpus:
             needs = f"GPU memory: at least {bytes_text(rank_bytes)} per rank"
         else:
-            needs = f"memory: {_memory_option(nodes, rank_bytes)}"
+            memory = _node_memory(nodes, rank_bytes)
+            needs = f"memory: at least {bytes_text(rank_bytes)} per rank, so about --mem={memory}"
         click.echo(
             f"{needs}, for the weights and the longest prompt; with more memory, ranks decode more documents at once",
             err=True,
         )
     if nodes.gpus and (host_bytes := made.host_bytes) is not None:
+        memory = _node_memory(nodes, host_bytes)
         click.echo(
-            f"host memory: {_memory_option(nodes, host_bytes)}, since weights are loaded through it "
-            f"(accelerate is not installed)",
+            f"host memory: at least {bytes_text(host_bytes)} per rank, so about --mem={memory}, since weights are "
+            f"loaded through it (accelerate is not installed)",
             err=True,
         )
     if stored := made.describe_stored():
@@ -421,15 +432,12 @@ def _forecast(spec: JobSpec, hardware: str | None, shares: int, nodes: Allocatio
                 f"{duration_text(with_half_s)}; request {half}",
                 err=True,
             )
-    return str(minutes)
+    return str(minutes), memory
 
 
-def _memory_option(nodes: Allocation, rank_bytes: float) -> str:
-    """Describe the host memory of each rank, and the option of sbatch for a node's memory."""
-    from kvr_mpi.report.style import bytes_text
-
-    gib = math.ceil(nodes.ranks / nodes.nodes * (rank_bytes + LIBRARY_BYTES) / (1 << 30))
-    return f"at least {bytes_text(rank_bytes)} per rank, so about --mem={gib}G"
+def _node_memory(nodes: Allocation, rank_bytes: float) -> str:
+    """Return the host memory of a node, as sbatch's --mem has it."""
+    return f"{math.ceil(nodes.ranks / nodes.nodes * (rank_bytes + LIBRARY_BYTES) / (1 << 30))}G"
 
 
 def _submit(script: str, options: Sequence[str], about: str = "") -> tuple[int, str]:

@@ -218,7 +218,9 @@ def _is_binary(data: bytes) -> bool:
 
 
 def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str:
-    """Read a whole text file, without its byte order mark; files with a mark of UTF-16 are read as that.
+    """Read a whole text file, without its byte order mark, with line feeds for the line ends of Windows.
+
+    Files with a mark of UTF-16 are read as that.
 
     Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which some encodings would accept as text.
     """
@@ -232,7 +234,7 @@ def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str
         encoding = UTF_16.get(data[:2], "utf-8-sig") if len(data) > 2 else "utf-8-sig"
     if not encoding.startswith("utf") and _is_binary(data):
         raise UnicodeDecodeError(encoding, data, 0, 1, "binary")
-    return data.decode(encoding).removeprefix("\ufeff")
+    return data.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,9 @@ from kvr_mpi.errors import CorpusError, UnavailableError, counted
 
 # A dataset on the hub is named as pandas names it: hf://datasets/OWNER/NAME, @REVISION or /GLOB may follow.
 HUB = "hf://datasets/"
+# Commands that convert files of other types to text.
+CONVERTERS = {".pdf": "pdftotext {file}"}
+CONVERTERS |= dict.fromkeys((".docx", ".odt", ".rtf", ".epub", ".html", ".htm"), "pandoc {file} -t plain -o {text}")
 LOST = "lost+found"  # of the file system; only root may list it
 
 
@@ -68,10 +72,19 @@ def other_files(paths: Iterable[str]) -> list[str]:
 
 
 def describe_others(files: Sequence[str]) -> str:
-    """Describe the result of `other_files`, counted by type, the most frequent first: ``12 .docx, 3 .pdf``."""
+    """Describe the result of `other_files`, counted by type, the most frequent first: ``12 .docx, 3 .pdf``.
+
+    For types that can be converted to text, it has the command for one file.
+    """
     counts = Counter(os.path.splitext(file)[1].lower() or "without a suffix" for file in files)
     types = [f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0]))]
-    return f"{counted(len(files), 'file')} of other types will not be read ({', '.join(types)})"
+    examples: dict[str, str] = {}
+    for file in files:
+        if (command := CONVERTERS.get(os.path.splitext(file)[1].lower())) is not None:
+            text = os.path.splitext(file)[0] + ".txt"
+            examples.setdefault(command, command.format(file=shlex.quote(file), text=shlex.quote(text)))
+    hint = f"; to convert them, such as: {'; '.join(examples.values())}" if examples else ""
+    return f"{counted(len(files), 'file')} of other types will not be read ({', '.join(types)}){hint}"
 
 
 def _match(pattern: str) -> list[tuple[str, str]]:

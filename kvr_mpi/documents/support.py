@@ -32,6 +32,8 @@ LIST_ITEM = re.compile(
 LIST_NUMBER = re.compile(r"(?:^|\n)[ \t>*_#-]*\(?\Z")
 LIST_NUMBER_END = re.compile(r"[.)](?!\w)")
 JSON_KEY = re.compile(r'"[^"\n]{0,80}"\s*:')
+# Bold words at the beginning of a line or list item: **Next Steps**, - **Budget:**
+LABEL = re.compile(r"(?:^|(?<=\n))[ \t]*(?:[-*+\u2022][ \t]+|\(?\d{1,3}[.)][ \t]+)?\*\*[^*\n]{1,120}\*\*")
 LINE = re.compile(r"[^\n]+")
 
 # A stretch counts as copied from this weight on: 8 words, or 16 characters of a script without spaces.
@@ -346,7 +348,11 @@ def _word_values(words: Sequence[str]) -> set[str]:
     values = set[str]()
     for at, word in enumerate(words):
         if word in NUMBER_WORDS:
-            values.update(str(value) for value, _ in _values_of(words, at))
+            found = list(_values_of(words, at))
+            values.update(str(value) for value, _ in found)
+            value, end = found[-1]
+            if word in UNITS and end == at + 1 < len(words) and words[end] in TENS:  # twelve fifty: 12.50
+                values.add(_decimal(str(value), str(TENS[words[end]])))
         elif word in ORDINALS:
             values.add(str(ORDINALS[word] + (TENS.get(words[at - 1], 0) if at else 0)))
     return values
@@ -428,6 +434,7 @@ def _is_acronym(text: str, token: _Token) -> bool:
 def _find_names(text: str, tokens: Sequence[_Token]) -> list[list[_Token]]:
     """Find capitalised words that do not begin a sentence, those that follow each other together."""
     headings = [found.span() for found in LINE.finditer(text) if _is_heading(found[0])]
+    headings += [found.span() for found in LABEL.finditer(text)]
     names = list[list[_Token]]()
     capitals = [
         token for token in tokens if text[token.start].isupper() and not _meets((token.start, token.stop), headings)
@@ -452,10 +459,8 @@ def _find_names(text: str, tokens: Sequence[_Token]) -> list[list[_Token]]:
 
 
 def _is_heading(line: str) -> bool:
-    """Whether a line is a heading: marked as one, all of it in bold or in capitals."""
-    line = line.strip()
-    is_bold = line.startswith("**") and line.rstrip(":").endswith("**") and line.count("**") == 2
-    return line.startswith("#") or is_bold or (line.isupper() and " " in line)
+    """Whether a line is a heading, in which any word may have a capital."""
+    return line.lstrip().startswith("#") or (line.isupper() and " " in line.strip())
 
 
 def _begins_sentence(text: str, token: _Token) -> bool:

@@ -51,7 +51,7 @@ def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path,
 
     def begin() -> bytes:
         if others := find_others(spec):
-            logger.info(f"{describe_others(others)}: {name_files(others)}")
+            logger.info(f"skipped {name_files(others)}: {describe_others(others)}")
         files = list_files(spec.documents.path)
         rows = with_model(files, row_format(spec))
         empty = index_spans(files, (), rows)[0]

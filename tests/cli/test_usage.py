@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import subprocess
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from kvr_mpi.cli.environment import configure_libraries, is_offline
 from kvr_mpi.cli.files import find_shipped
 from kvr_mpi.cli.launch import importing, run_guarded
 from kvr_mpi.cli.log_lines import quiet_libraries
-from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
+from kvr_mpi.errors import EXIT_BUG, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, ConfigError
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport.local import LocalTransport
 
@@ -181,3 +182,23 @@ def test_warnings_of_libraries_reach_the_log_once_and_never_a_closed_one() -> No
         assert stream.getvalue().count("warning: transformers: setting") == 1 == stream.getvalue().count("\n")
         stream.close()
         library.warning("another setting is ignored")
+
+
+INTERRUPTED = """
+import click, numpy, sys
+import kvr_mpi.cli, kvr_mpi.cli.run
+from mpi4py import MPI
+
+def receive():
+    MPI.COMM_WORLD.Irecv(numpy.zeros(9), source=0, tag=7)
+    raise KeyboardInterrupt
+
+kvr_mpi.cli.run.run = click.Command("run", callback=receive)
+sys.argv = ["kvr-run"]
+kvr_mpi.cli.kvr_run()
+"""
+
+
+def test_mpi_says_nothing_of_transfers_in_progress_after_ctrl_c() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (EXIT_INTERRUPTED, "", "")

@@ -39,7 +39,11 @@ def test_folders_are_read_to_their_depths_in_order(tmp_path: Path, monkeypatch: 
     others = other_files(["deep", str(corpus), "b.txt", "*.txt"])
     found = sorted(os.path.relpath(file) for file in others)
     assert found == ["c.PDF", "deep/README", "deep/er/more.docx", "deep/skip.docx"]
-    assert "(2 .docx, 1 .pdf, 1 without a suffix)" in describe_others(others)
+    told = describe_others(others)
+    assert "(2 .docx, 1 .pdf, 1 without a suffix)" in told
+    assert f"pdftotext {corpus}/c.PDF" in told
+    assert "pandoc deep/er/more.docx -t plain -o deep/er/more.txt" in told or "deep/skip.docx -t plain -o" in told
+    assert "convert" not in describe_others(["notes.xyz"])
     assert other_files(["b.txt"]) == other_files(["**/*.md"]) == []
 
 
@@ -145,6 +149,7 @@ def test_a_text_file_is_its_text(tmp_path_factory: pytest.TempPathFactory, text:
     mark = "\ufeff" if len(text) % 2 else ""  # no part of the text
     file.write_bytes((mark + text).encode())
     document = read_one(file)
+    text = text.replace("\r\n", "\n")
     assert document == Document("a.txt", text if mark else text.removeprefix("\ufeff"))
     assert document.chars == len(document.text)
 

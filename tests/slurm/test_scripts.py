@@ -146,6 +146,8 @@ def test_memory_to_ask_for_and_ranks_that_gain_little(
     assert re.search(r"keys and values of 6 documents: about \S+ [KM]iB; \S+ [GT]iB are free", err)
     assert re.search(r"memory: at least \S+ MiB per rank, so about --mem=7G", err), err
     assert "warning: 4 ranks would take" in err
+    assert "mem" not in directives(out), "sites differ"
+    assert directives(run_kvr("sbatch", job, *words, "--mem=planned")[1])["mem"] == "7G"
 
 
 @pytest.mark.parametrize(
