@@ -174,8 +174,8 @@ REFUSED = [
     ("generation.stop=['END', '']", "= '': .*not empty"),
     ("generation.n=2", "= 2: .*without sampling, all answers are the same"),
     ("generation.score=['']", ".*an empty continuation has no probability"),
-    ("cache.tokens=40", ".*is for rolling caches"),
-    ("decode.placement=static", "is not used with mode = 'data-parallel'"),
+    ("cache.tokens=40", ".*requires a rolling cache"),
+    ("decode.placement=static", "has no effect with mode = 'data-parallel'"),
 ]
 
 
