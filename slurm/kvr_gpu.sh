@@ -13,7 +13,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# SLURM runs a copy of this file: find the other scripts beside the original, or where kvr sbatch says.
+# SLURM runs a copy of this file; the other scripts are in the folder of the original, or in KVR_SLURM_DIR.
 here=${KVR_SLURM_DIR:-$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\(.*\)/kvr_[a-z]*\.sh.*|\1|p' | head -n 1)}
 . "${here:-$SLURM_SUBMIT_DIR/slurm}/common.sh" || exit 78
 

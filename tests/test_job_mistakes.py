@@ -171,11 +171,11 @@ REFUSED = [
     ("compress.budget=64.5", "= 64.5: expected a whole number of tokens, or the share"),
     *((f"documents.shard='{one}'", f"= '{one}': expected 'i/n' with 0 <= i < n") for one in ("4/4", "-1/4", "a/b")),
     *((f"output.max_failed={one}", "") for one in ("-1", "1.5", "nan", "101%", "some", "true", "[1]", "%")),
-    ("generation.stop=['END', '']", "= '': .*not empty"),
+    ("generation.stop=['END', '']", "= '': .*non-empty"),
     ("generation.n=2", "= 2: .*without sampling, all answers are the same"),
     ("generation.score=['']", ".*an empty continuation has no probability"),
-    ("cache.tokens=40", ".*is for rolling caches"),
-    ("decode.placement=static", "is not used with mode = 'data-parallel'"),
+    ("cache.tokens=40", ".*requires a rolling cache"),
+    ("decode.placement=static", "has no effect with mode = 'data-parallel'"),
 ]
 
 

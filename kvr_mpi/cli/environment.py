@@ -91,7 +91,7 @@ def configure_libraries(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _use_node(environ: MutableMapping[str, str]) -> None:
-    """Keep what is compiled on the node, since many ranks that compile into one network home delay each other.
+    """Keep compiled kernels on the node: ranks that compile into one network home directory delay each other.
 
     Models are converted there, too, if the site or SLURM names a place; ``/tmp`` may be small.
     """

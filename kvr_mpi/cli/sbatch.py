@@ -47,7 +47,7 @@ GPU_OPTIONS = ("gpu", "gres")
 PLANNED = "planned"  # as --mem: the memory that the plan needs
 # Host memory that Python and its libraries take per rank, in addition to the planned memory.
 LIBRARY_BYTES = 1.5 * (1 << 30)
-# Minimum speed-up for which twice as many ranks are worth requesting.
+# Minimum speedup for which twice as many ranks are recommended.
 ENOUGH = 1.2
 
 

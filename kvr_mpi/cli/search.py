@@ -154,7 +154,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     from kvr_mpi.runtime.head_sample import sample_heads
     from kvr_mpi.store.targets import check_file
 
-    alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # whatever the job's own settings are
+    alone = ("parallel.ranks_per_chain=all", "parallel.tensor_parallel=1")  # regardless of the job's settings
     spec, _ = load_job(job, (*settings, *alone))
     check_job(spec, 1, offline=is_offline())
     check_file(output, overwrite=overwrite)

@@ -111,5 +111,5 @@ def choose_decoding(
     )
     if gain >= LEAST_GAIN:
         return DecodeChoice("head-parallel", why)
-    needed = f"; sharing heads has to be forecast {LEAST_GAIN} times as fast" if gain > 1 else ""
+    needed = f"; head-parallel requires a forecast of {LEAST_GAIN} times the speed" if gain > 1 else ""
     return DecodeChoice("data-parallel", why + needed)

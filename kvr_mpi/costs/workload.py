@@ -15,8 +15,8 @@ from kvr_mpi.errors import ConfigError
 from kvr_mpi.model import ModelShape, meta_model, on_meta, shape_of
 from kvr_mpi.model.tensor_parallel import why_not_divided
 
-# Number of tokens used for counting: about 64, since recurrent layers always compute chunks of 64; and a prime, so
-# that a dimension of this size is the tokens, and no other dimension of a model.
+# Number of tokens used for counting: close to 64, the chunk size of recurrent layers, and a prime, so that no other
+# dimension of a model has the same size.
 COUNTED_TOKENS = 61
 # Functions that multiply matrices, with the index of the left factor among their tensors.
 MULTIPLICATIONS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "grouped_mm": 0, "addmm": 1, "baddbmm": 1}

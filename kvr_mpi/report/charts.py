@@ -334,7 +334,7 @@ def draw_progress(records: Sequence[Record], answering_s: float = 0.0) -> Chart 
     rate = plain_number(3600 * done / seconds)
     title = f"Documents completed over time: {done:,} answered{also} in {duration_text(seconds)}, {rate} per hour"
     legend = (("ours", "done or failed"), ("wait", "failed")) if failed else ()
-    return Chart(title, drawing, "A document counts from the time when its answer was ready.", legend)
+    return Chart(title, drawing, "Documents are counted when their answers are complete.", legend)
 
 
 def draw_memory(run: TracedRun) -> Chart | str:

@@ -85,7 +85,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
     console = open_console(max(100, shutil.get_terminal_size((140, 24)).columns))
     table = documents_table(("tokens", "seen", "slices", "first token", "prefill tokens/s", "unsupported"))
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
-    example, example_is_done = "", False  # id for the hint, of an answered document if possible
+    example, example_is_done = "", False  # id for the hint, preferably of an answered document
     caches: dict[str, None] = {}
     for record in rows:
         caches |= {record.cache: None} if record.cache else {}

@@ -150,7 +150,7 @@ def _need_nccl(views: Sequence[_View]) -> None:
 def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = False) -> None:
     """Send a message over every link and verify it, so that connections exist before the first prompt.
 
-    NCCL makes a connection while both ranks wait, and may wait for transfers that are under way.
+    NCCL makes a connection while both ranks wait, and may wait for pending transfers.
 
     Links connect neighbors in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
     rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks,

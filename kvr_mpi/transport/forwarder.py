@@ -255,7 +255,7 @@ class Forwarder:
         )
 
     def progress(self) -> None:
-        """Progress all transfers, and forward what has arrived."""
+        """Progress all transfers, and forward received messages."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure

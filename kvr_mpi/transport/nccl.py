@@ -85,7 +85,7 @@ class _Groups:
     """The process groups of the job: one for messages to higher ranks, one to lower ranks, and those for sums.
 
     side : stream that forwarded tensors are sent from: NCCL makes a send wait for the current stream.
-    under_way : transfers that the host has not seen complete.
+    pending : transfers that the host has not seen complete.
     sums : groups that sum, by their ranks.
     """
 
@@ -96,10 +96,10 @@ class _Groups:
         self._store.set_timeout(CONNECT_TIMEOUT)
         self.up, self.down = (_make(self._store, name, control.rank, control.size) for name in ("up", "down"))
         self.side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.under_way: deque[_GpuWork] = deque()
+        self.pending: deque[_GpuWork] = deque()
         self.sums: dict[tuple[int, ...], Any] = {}
         self._made: dict[tuple[int, ...], int] = {}  # number of groups so far, for unique names
-        self.end = weakref.finalize(self, _end, [self.up, self.down], self.sums, self.under_way)
+        self.end = weakref.finalize(self, _end, [self.up, self.down], self.sums, self.pending)
 
     def make_sums(self, members: tuple[int, ...]) -> None:
         """Make a new group for the sums of some ranks, all of which call this."""
@@ -109,18 +109,18 @@ class _Groups:
 
     def begin(self, work: Any, tensor: torch.Tensor) -> Request:
         """Record a transfer, and drop earlier ones that are complete."""
-        for _ in range(min(2, len(self.under_way))):  # two, so that the queue does not grow
-            if not (earlier := self.under_way.popleft()).test():
-                self.under_way.append(earlier)
-        self.under_way.append(_GpuWork(work, tensor))
-        return self.under_way[-1]
+        for _ in range(min(2, len(self.pending))):  # two, so that the queue does not grow
+            if not (earlier := self.pending.popleft()).test():
+                self.pending.append(earlier)
+        self.pending.append(_GpuWork(work, tensor))
+        return self.pending[-1]
 
 
-def _end(groups: list[Any], sums: dict[tuple[int, ...], Any], under_way: deque[_GpuWork]) -> None:
+def _end(groups: list[Any], sums: dict[tuple[int, ...], Any], pending: deque[_GpuWork]) -> None:
     """Shut the groups down, or abort them if transfers fail or do not end; hosts have read the results of sums."""
     until_s = time.monotonic() + END_S
     try:
-        while not (is_over := all(one.test() for one in list(under_way))) and time.monotonic() < until_s:
+        while not (is_over := all(one.test() for one in list(pending))) and time.monotonic() < until_s:
             time.sleep(PAUSE_S)
     except TransportError:
         is_over = False

@@ -41,7 +41,7 @@ def table_key(loaded: LoadedModel, chain: Transport) -> TableKey:
 
 
 def model_identity(model: LoadedModel) -> ModelIdentity:
-    """Return how tables identify a model."""
+    """Return the identity of a model in tables."""
     return ModelIdentity(name=model.name[-1000:], fingerprint=model.fingerprint, architecture=model.shape.architecture)
 
 

@@ -53,7 +53,7 @@ def describe_range(table: Table) -> str:
 
 
 def find_tables(path: Path, here: Mapping[str, object], remedy: str = REMEDY) -> dict[Path, Table]:
-    """Load the tables that fit these ranks, as far as they are known, from a table or a folder of tables.
+    """Load the tables that match the known properties of these ranks, from a table or a folder of tables.
 
     Raises `ConfigError`, which lists the differences, if no table fits.
 
@@ -81,7 +81,7 @@ def find_table(path: Path, here: TableKey) -> Table:
 
 
 def _differences(table: TableKey, here: Mapping[str, object]) -> list[str]:
-    """Describe how a table's key differs from what is known here."""
+    """Describe how a table's key differs from the known properties."""
     return [
         f"{name} is {_shown(getattr(table, name))}, here it is {_shown(ours)}"
         for name, ours in here.items()

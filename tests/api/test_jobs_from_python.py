@@ -56,7 +56,7 @@ def test_a_job_is_run_and_its_results_opened(job: dict[str, Any]) -> None:
         assert kvr_mpi.run(job, comm=LocalTransport(), resume=resume).exit_code == EXIT_BAD_DATA
     assert [one.finished_at for one in outcome.open()] == [one.finished_at for one in found]
     spec = read_job(job)
-    with pytest.raises(ConfigError, match="has been read already"):
+    with pytest.raises(ConfigError, match="has already been read"):
         read_job(spec, ["generation.max_new_tokens=3"])
     changed = spec.model_copy(update={"decode": spec.decode.model_copy(update={"mode": "head-parallel"})})
     with pytest.raises(ConfigError, match="output.kv = true cannot be combined with decode.mode"):

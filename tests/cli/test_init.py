@@ -60,7 +60,7 @@ def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir
         assert any(line.startswith(f"  {name}: ") and why in line for line in out.splitlines()), out
     assert load_job(Path("job.toml"), (), {})[0].output.max_failed == 3
     # The trial has two documents that can be answered, and those between them are no failure.
-    assert "try it with 2 documents, among the first 5:" in out
+    assert "try it with 2 documents of the first 5:" in out
     assert "--set documents.limit=5 --set output.path=runs/job-try --set output.max_failed=3\n" in out
     for name in ("a.txt", "z.txt", "zz.txt"):
         (place / "my corpus" / name).unlink()

@@ -234,7 +234,7 @@ def test_a_gain_within_what_no_forecast_knows_is_not_taken(share: float, mode: s
     costs, measured_s = replace(FREE, kept_token_s=0.0), (0.1, share * 0.1)
     assert step_seconds(costs, WAVE, 0.8, measured_s) == pytest.approx(measured_s)
     found = choose_decoding(costs, WAVE, 0.8, measured_s)
-    assert found.mode == mode and ("has to be forecast 1.1 times as fast" in found.why) is (share == 0.99)
+    assert found.mode == mode and ("requires a forecast of 1.1 times the speed" in found.why) is (share == 0.99)
     assert step_seconds(FREE, WAVE, 0.8, measured_s)[1] - share * 0.1 == pytest.approx(4 * 512e-6 / 0.8)
 
 

@@ -72,7 +72,7 @@ def test_log_report_and_status_say_the_same_rate(run_job: Any) -> None:
         float(re.search(pattern, text.replace(",", ""))[1])  # type: ignore[index]
         for pattern, text in (
             (r": (\d+) answers/hour", run.log),
-            (r": (\d+) answers per hour", page_of(run.folder)[0].decode()),
+            (r", (\d+) per hour", page_of(run.folder)[0].decode()),
             (r"^(\d+)", f"{read_status(run.folder).rate_per_h:.0f}"),
         )
     ]

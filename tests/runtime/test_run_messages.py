@@ -41,7 +41,7 @@ def test_the_status_of_a_run_is_in_plain_words(job: Path, tmp_path: Path, run_he
     stopped = run_here(1, [job, "--time-limit", "0:01"])
     assert stopped.returncode == 75, stopped.stderr
     assert last_line(stopped.stderr).startswith("exit code 75: stopped before the end")
-    assert "not running and not finished; the same kvr-run command with --resume continues" in state()
+    assert "incomplete, not running; the same kvr-run command with --resume continues" in state()
     assert run_here(1, [job, "--resume"]).returncode == 65
     before = list(open_results(tmp_path / "out"))
     assert run_here(1, [job, "--resume"]).returncode == 65

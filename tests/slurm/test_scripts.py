@@ -256,7 +256,7 @@ def test_a_file_of_defaults_is_below_variables_and_options(
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-task", "16")
     assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours on 1 node", out)
-    assert "not included: the time to start and to load the model; kvr sbatch adds 10 min" in out
+    assert "not included: startup and loading the model; kvr sbatch adds 10 min" in out
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}
     assert Allocation(1, 2, 0, 2).hours(3600) == "1 node hours, 2 core hours"

@@ -48,7 +48,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         time.sleep(0.2)
         told = CliRunner().invoke(group, ["status", str(tmp_path)]).output
         assert "1 prefilling, 1 decoding" in told and "rank 1    decoding 3 answers, " in told and "\x1b" not in told
-        assert "\nprefilled 3 prompts since this job began" in told
+        assert "\nprefilled 3 prompts since this job started" in told
         assert "answer tokens/s" in told and "left until the end of the batch job" in told and "SILENT" not in told
         (one, other) = json.loads(CliRunner().invoke(group, ["status", str(tmp_path), "--json"]).output)["ranks"]
         assert one["what"] == "a\x1b[2J.txt" and (other["prompt_tokens"], other["new_tokens"]) == (1000, 20)

@@ -106,7 +106,7 @@ def test_measured_for_real_a_chain_equals_plain_transformers(
     truth = single(loaded, prompt(60)).logits
     assert truth is not None
     said = choose(loaded, tmp_path)
-    assert any(line.startswith("choosing CPU kernels") for line in said)
+    assert any(line.startswith("measuring CPU kernels") for line in said)
     torch.testing.assert_close(chain(loaded, prompt(60), (0, 31, 60)).logits, truth, atol=1e-4, rtol=0)
     kept = kept_in(tmp_path)[1]
     assert kept["rows"] == list(ROWS) and set(kept["gains"]) == {*find_products(loaded.model)}
