@@ -18,16 +18,18 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import h5py
+from pydantic_core import from_json
 
 from kvr_mpi.disk import VOLUME_NAME, names_in, remove, replaced, sync
 from kvr_mpi.errors import DataError, OutputError, Say, UnavailableError, counted
-from kvr_mpi.store.folder import Place, list_logs, survey
+from kvr_mpi.store.folder import RECORD_START, list_logs, survey
 from kvr_mpi.store.kv import PieceWriter
-from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal
-from kvr_mpi.store.record import record_values
+from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, is_sealed, read_header, seal
+from kvr_mpi.store.places import Place, Places
+from kvr_mpi.store.record import read_head, record_values
 from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces, piece_id, verify_written
-from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, volume_line, write_lines
+from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, lines_of, volume_line, write_lines
 
 # If keys and values are larger than this in total, they stay in their volumes: copying would double the writing.
 MERGE_MAX_BYTES = 4 << 30
@@ -48,7 +50,7 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, sa
     time, or no document.
     """
     try:
-        found = Results.of(survey(folder))
+        needed, copies_kv = _merged_bytes(folder)
         free = shutil.disk_usage(folder).free
     except UnavailableError:
         raise
@@ -56,11 +58,8 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, sa
         raise OutputError(
             f"{error.filename}: {error.strerror}; restore it, and run the job with --resume to merge again"
         ) from None
-    if not (found.places or found.gone or found.unreadable) or should_stop():
+    if needed is None or should_stop():
         return folder
-    copies_kv = found.kv_bytes <= MERGE_MAX_BYTES
-    inside = [place for place in found.places.values() if copies_kv or _is_inside(place, folder / RESULTS)]
-    needed = ROOM * (sum(place.size for place in found.places.values()) + sum(place.kv_bytes for place in inside))
     try:
         if free < needed:
             raise OutputError(f"{folder / RESULTS} needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
@@ -70,6 +69,17 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, sa
     except OutputError as error:  # every document is in the logs
         say(f"warning: the results stay in logs, which are complete: {error}; `kvr merge {folder}` merges them later")
         return folder
+
+
+def _merged_bytes(folder: Path) -> tuple[float | None, bool]:
+    """Return the space that merging a run needs, None without documents, and whether to copy all keys and values."""
+    found = Results.of(survey(folder))
+    if not (found.places or found.gone or found.unreadable):
+        return None, False
+    copies_kv = found.kv_bytes <= MERGE_MAX_BYTES
+    inside = (place.kv_bytes for _, place in found.with_kv() if copies_kv or _is_inside(place, folder / RESULTS))
+    assert isinstance(found.places, Places), "of one run"
+    return ROOM * (found.places.record_bytes + sum(inside)), copies_kv
 
 
 def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[], bool] = lambda: False) -> Path:
@@ -87,7 +97,7 @@ def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[],
         )
     result = folder / RESULTS
     logs = list_logs(names_in(folder))
-    kept = {Path(piece.path).name for place in found.places.values() for piece in place.pieces}
+    kept = {Path(piece.path).name for _, place in found.with_kv() for piece in place.pieces}
     if logs or (copies_kv and kept - {RESULTS}):
         with rewriting(result) as part:
             kept = write_results(part, found, lambda place: copies_kv or _is_inside(place, result), should_stop)
@@ -145,10 +155,10 @@ def write_results(
     inside: dict[str, tuple[int, str]] = {}
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
     with create_volume(target) as file, TemporaryFile(dir=target.parent) as records:
-        for name, record in zip(found.ids(), found, strict=True):
+        for record in found:
             if should_stop():
                 raise _StoppedError
-            place = found.places[name]
+            name, place = record.id, found.places[record.id]
             needs = place.needs
             if needs and copies(place):
                 with contextlib.closing(open_pieces(name, place.pieces)) as kv:
@@ -169,11 +179,25 @@ def write_results(
         write_lines(file, LOG, log)
     sync(target)
     verify_written(target, inside)
-    written = survey(target)
-    if written.damaged or written.records.keys() != found.places.keys() or not written.headers:
-        why = ", ".join(written.damaged.values()) or "records are missing"
+    if why := _difference(target, found):
         raise OSError(errno.EIO, f"it differs from what was written: {why}", str(target))
     return {volume.name for volume in beside}
+
+
+def _difference(written: Path, found: Results) -> str:
+    """Read a file of results again; describe how it differs from what was to be written."""
+    names = found.sorted_ids()
+    try:
+        for number, (_, line) in enumerate(lines_of(written)):
+            if not is_sealed(line):
+                return f"line {number + 1} is damaged"
+            if number == 0:
+                read_header(from_json(line))
+            elif line.startswith(RECORD_START) and read_head(line).id != next(names, None):
+                return f"line {number + 1} is another record"
+    except (DataError, ValueError) as error:
+        return str(error)
+    return "records are missing" if next(names, None) is not None else ""
 
 
 def _write_piece(parent: h5py.Group, name: str, kv: StoredKV) -> tuple[int, str]:
@@ -186,7 +210,7 @@ def _write_piece(parent: h5py.Group, name: str, kv: StoredKV) -> tuple[int, str]
 
 def list_stored(found: Results) -> list[str]:
     """List the ids of the documents that have keys and values, the oldest first."""
-    stored = [(place.finished_s, name) for name, place in found.places.items() if place.kv_bytes]
+    stored = [(place.finished_s, name) for name, place in found.with_kv() if place.kv_bytes]
     return [name for _, name in sorted(stored)]
 
 
@@ -230,7 +254,7 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
         log.write(seal({"line": PRUNED, "ids": sorted(documents)}))
         log.sync()
         found = survey(folder)
-        needed = {piece for place in found.locate()[0].values() for piece in place.pieces}
+        needed = {piece for _, place in found.locate()[0].with_kv() for piece in place.pieces}
         for number, (name, (_, pieces)) in enumerate(found.volumes.items()):
             kept = [piece for piece in pieces.values() if piece in needed]
             if name != RESULTS and name in found.sizes_bytes and len(kept) < len(pieces):
