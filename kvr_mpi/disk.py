@@ -250,7 +250,8 @@ def read_regular(path: Path, limit_bytes: int, *, listed: bool = False) -> bytes
 
     def read() -> bytes:
         with _open(path) as stream:
-            return stream.read(limit_bytes + 1)
+            is_small = os.fstat(stream.fileno()).st_size <= limit_bytes
+            return stream.read() if is_small else stream.read(limit_bytes + 1)  # which allocates as much
 
     data = retried(read, path, listed=listed)
     if len(data) > limit_bytes:

@@ -238,6 +238,18 @@ class Index:
         """Return a document's id."""
         return self.ids[number] or self.place_name(number, files)
 
+    def hash_ids(self, files: CorpusFiles) -> npt.NDArray[np.uint64]:
+        """Return `hash_id` of all documents' ids."""
+
+        def hashes() -> Iterator[int]:
+            data, start = memoryview(self.ids.data), 0
+            blocks = range(0, len(self), AT_ONCE)
+            for number, end in enumerate(end for at in blocks for end in self.ids.ends[at : at + AT_ONCE].tolist()):
+                yield xxhash.xxh3_64_intdigest(data[start:end]) if end > start else hash_id(self.own_id(number, files))
+                start = end
+
+        return np.fromiter(hashes(), np.uint64, len(self))
+
     def row_number(self, number: int) -> int:
         """Return the number for `files.row_name`."""
         row = int(self.row[number])
@@ -502,7 +514,7 @@ def _double_errors(index: Index, files: CorpusFiles) -> list[int]:
 
 def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
     """Give later documents with the id of an earlier one an error, and an id that no other document has."""
-    hashes = np.fromiter(_hash_ids(index, files), np.uint64, len(index))
+    hashes = index.hash_ids(files)
     ordered = np.sort(hashes)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     if not len(repeated):
@@ -530,15 +542,6 @@ def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
             index.errors.setdefault(number, f"duplicate id {name!r}: {what}; make ids unique")
         index.is_bad[number] = True
     index.ids = Strings.of(renamed.get(number, name) for number, name in enumerate(index.ids))
-
-
-def _hash_ids(index: Index, files: CorpusFiles) -> Iterator[int]:
-    """Yield `hash_id` of all ids."""
-    data, start = memoryview(index.ids.data), 0
-    blocks = range(0, len(index), AT_ONCE)
-    for number, end in enumerate(end for at in blocks for end in index.ids.ends[at : at + AT_ONCE].tolist()):
-        yield xxhash.xxh3_64_intdigest(data[start:end]) if end > start else hash_id(index.own_id(number, files))
-        start = end
 
 
 def check_not_empty(index: Index, paths: Sequence[str]) -> None:

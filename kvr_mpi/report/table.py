@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ WORDS_CHARS = 200
 
 def rows_of(results: Results) -> Iterator[Record]:
     """Read the records that fit into the table, failed ones first."""
-    return results.read([*results.ids("error")[:MAX_ROWS], *results.ids("done")][:MAX_ROWS])
+    return results.read(islice(chain(results.sorted_ids("error"), results.sorted_ids("done")), MAX_ROWS))
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:

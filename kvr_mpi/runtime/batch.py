@@ -301,7 +301,7 @@ def _conclude(
     if options.table:
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
-    unread = sum(results.places[name].is_transient for name in corpus.ids())
+    unread = sum(results.places[name].is_transient for name in results.sorted_ids("error"))
     code = EXIT_BAD_DATA if summary.failed > allowed or unread else EXIT_OK
     meaning = f"done; {counted(documents, _noun(spec))} answered"
     if summary.failed:

@@ -11,8 +11,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,13 @@ from kvr_mpi.disk import (
     retried,
     stat_of,
 )
-from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, KvrError, OutputError, UnavailableError
+from kvr_mpi.errors import DataError, ForeignError, KvrError, OutputError, UnavailableError
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.kv import Piece
 from kvr_mpi.store.kv_reader import check_pieces
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
+from kvr_mpi.store.places import Place, Places, Records, digest_of, seconds_of
 from kvr_mpi.store.record import read_head, read_record
 from kvr_mpi.store.summary import shorten
 from kvr_mpi.store.volumes import RESULTS, is_ours, lines_of
@@ -46,52 +46,11 @@ DAMAGED = ".damaged"
 RECORD_START = b'{"id": '
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The location of a document's record, and the fields read from its head.
-
-    source : ``results.h5`` or a log.
-    at, size : offset and bytes of its line there.
-    reason : why it failed, shortened.
-    sha256 : hash of the document's contents, as in its record.
-    needs : ids of the pieces of its keys and values.
-    pieces : locations of these pieces; empty until `Survey.locate`.
-    """
-
-    source: Path
-    at: int
-    size: int
-    is_done: bool
-    reason: str
-    finished_at: str
-    sha256: str
-    needs: tuple[str, ...]
-    pieces: tuple[Piece, ...] = ()
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether the document could not be read for the moment, so that the next start of the job tries it again."""
-        return self.reason.startswith(NOT_NOW)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Size of its keys and values."""
-        return sum(piece.bytes for piece in self.pieces)
-
-    @property
-    def finished_s(self) -> float:
-        """Unix time at which the document was finished; 0 if unknown."""
-        try:
-            return datetime.fromisoformat(self.finished_at).timestamp()
-        except (ValueError, OverflowError):
-            return 0.0
-
-
 @dataclass(slots=True)
 class Survey:
     """The contents of a run's folder.
 
-    records : places of every document, in the order of writing.
+    records : all records, in the order of writing.
     volumes : by name, the size that the log lists (None for ``results.h5``) and the pieces.
     headers : by log.
     sizes_bytes : of all existing files, by name.
@@ -101,7 +60,7 @@ class Survey:
 
     folder: Path
     sizes_bytes: dict[str, int]
-    records: dict[str, list[Place]] = field(default_factory=dict)
+    records: Records = field(default_factory=Records)
     volumes: dict[str, tuple[int | None, dict[str, Piece]]] = field(default_factory=dict)
     headers: dict[Path, Header] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
@@ -118,7 +77,7 @@ class Survey:
         """Volumes that documents need but that do not exist."""
         gone = [name for name, (size, _) in self.volumes.items() if size is not None and name not in self.sizes_bytes]
         there = self._pieces()[0]
-        needed = {piece for places in self.records.values() for place in places for piece in place.needs}
+        needed = self.records.needed if gone else set()
         return sorted(name for name in gone if needed & self.volumes[name][1].keys() - there.keys())
 
     def _pieces(self) -> tuple[dict[str, Piece], set[str], dict[str, str]]:
@@ -135,28 +94,21 @@ class Survey:
         unreadable |= {piece.id: f"{piece.path} is damaged ({why})" for piece, why in self.spoilt.items()}
         return there, gone, unreadable
 
-    def locate(self) -> tuple[dict[str, Place], set[str], dict[str, str]]:
+    def locate(self) -> tuple[Places, set[str], dict[str, str]]:
         """Choose each document's valid record, and locate its keys and values.
 
         Returns the places by id; the ids of documents whose keys and values no longer exist; and by id the damage of
         those whose keys and values are in a damaged file.
         """
         there, gone_pieces, damage = self._pieces()
-        places: dict[str, Place] = {}
-        gone, unreadable = set[str](), dict[str, str]()
-        for name, found in self.records.items():
-            lost = [piece for place in found for piece in place.needs if piece not in there]
-            if (best := _choose(found, there)) is not None:
-                places[name] = best
-            elif not gone_pieces.isdisjoint(lost):
-                gone.add(name)
-            elif damaged := [damage[piece] for piece in lost if piece in damage]:
-                unreadable[name] = damaged[0]
-        return places, gone, unreadable
+        places, lost = self.records.choose(there)
+        gone = {name for name, pieces in lost.items() if not gone_pieces.isdisjoint(pieces)}
+        damaged = {name: [damage[piece] for piece in pieces if piece in damage] for name, pieces in lost.items()}
+        return places, gone, {name: whys[0] for name, whys in damaged.items() if whys and name not in gone}
 
     def verify(self, limit_bytes: int | None = None) -> None:
         """Verify the keys and values that documents need, the newest first, up to `limit_bytes`."""
-        total, needed = 0, {piece for place in self.locate()[0].values() for piece in place.pieces}
+        total, needed = 0, {piece for _, place in self.locate()[0].with_kv() for piece in place.pieces}
         for name, (_, found) in reversed(self.volumes.items()):
             pieces, path = needed & {*found.values()}, self.folder / name
             total += sum(piece.bytes for piece in pieces)
@@ -166,14 +118,6 @@ class Survey:
                 self.spoilt |= check_pieces(path, pieces)
             except DataError as error:
                 self.damaged[name] = str(error)
-
-
-def _choose(found: list[Place], there: dict[str, Piece]) -> Place | None:
-    """Choose the valid record of a document, and locate its keys and values; None if none is complete."""
-    for place in reversed(found):
-        if place.is_done and all(piece in there for piece in place.needs):
-            return replace(place, pieces=tuple(there[piece] for piece in place.needs)) if place.needs else place
-    return next((replace(place, needs=()) for place in reversed(found) if not place.is_done), None)
 
 
 def survey(path: Path, *, reads_all: bool = False) -> Survey:
@@ -243,9 +187,9 @@ def take_lines(found: Survey, source: Path, *, reads_all: bool = False) -> Itera
                 if reads_all or sha256 is None:
                     sha256 = read_record(line, f"line {number + 1}").document_sha256
                 is_done = head.status == "done"
-                reason = "" if is_done else shorten(head.error)
-                place = Place(source, at, len(line), is_done, reason, head.finished_at, sha256, head.pieces)
-                found.records.setdefault(head.id, []).append(place)
+                reason, finished_s = "" if is_done else shorten(head.error), seconds_of(head.finished_at)
+                place = Place(source, at, len(line), is_done, reason, finished_s, digest_of(sha256), head.pieces)
+                found.records.add(head.id, place)
             else:
                 _take_in(found, source, from_json(line))
             yield line
@@ -267,11 +211,7 @@ def _take_in(found: Survey, path: Path, values: dict[str, Any]) -> None:
         pieces = {each: Piece(each, where, *told) for each, told in volume.pieces.items()}
         found.volumes[path.name if is_own else volume.name] = None if is_own else volume.size_bytes, pieces
     elif kind in (DROPPED, PRUNED):
-        for name in read_plain(DocumentsLine, values).ids:
-            if kind == DROPPED:
-                found.records.pop(name, None)
-            elif name in found.records:
-                found.records[name] = [replace(place, needs=()) for place in found.records[name]]
+        found.records.invalidate(read_plain(DocumentsLine, values).ids, only_kv=kind == PRUNED)
     elif kind == COST:
         cost = read_plain(Cost, values)
         found.costs[cost.key] = cost

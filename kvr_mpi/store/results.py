@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Self
 from kvr_mpi.disk import VOLUME_NAME, is_folder, is_output_folder, names_in, read_whole, stat_of
 from kvr_mpi.errors import ConfigError, DataError, MissingError, choices, counted
 from kvr_mpi.store.cost import Cost, total_cost
-from kvr_mpi.store.folder import Place, Survey, has_results, survey
+from kvr_mpi.store.folder import Survey, has_results, survey
 from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header, is_sealed
+from kvr_mpi.store.places import Place, Places
 from kvr_mpi.store.record import COMPUTED, KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.shares import check_corpus, check_same_job, find_part, find_runs, tell_missing
@@ -93,7 +94,7 @@ class Results:
 
     paths: tuple[Path, ...]
     header: Header
-    places: dict[str, Place] = field(repr=False)
+    places: Mapping[str, Place] = field(repr=False)
     missing: tuple[str, ...] = ()
     left: int | None = None
     gone: set[str] = field(default_factory=set)
@@ -142,7 +143,7 @@ class Results:
     @property
     def kv_bytes(self) -> int:
         """Size of the keys and values of all documents."""
-        return sum(place.kv_bytes for place in self.places.values())
+        return sum(place.kv_bytes for _, place in self.with_kv())
 
     @property
     def software(self) -> dict[str, str]:
@@ -165,15 +166,26 @@ class Results:
 
     def ids(self, status: str | None = None) -> list[str]:
         """Sorted ids, of all documents or of those with status ``done`` or ``error``."""
+        return list(self.sorted_ids(status))
+
+    def sorted_ids(self, status: str | None = None) -> Iterator[str]:
+        """Yield `ids`, one at a time."""
         if status is not None and status not in STATUSES:
             raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
-        return sorted(
-            name for name, place in self.places.items() if status in (None, "done" if place.is_done else "error")
-        )
+        is_done = None if status is None else status == "done"
+        if isinstance(self.places, Places):
+            return self.places.ordered(is_done)
+        return iter(sorted(name for name, place in self.places.items() if is_done in (None, place.is_done)))
+
+    def with_kv(self) -> Iterator[tuple[str, Place]]:
+        """Yield the ids and places of the documents that have keys and values."""
+        if isinstance(self.places, Places):
+            return self.places.with_kv()
+        return ((name, place) for name, place in self.places.items() if place.pieces)
 
     def summary(self) -> Summary:
         """Count the documents by status."""
-        reasons = [(name, place.reason, 1) for name, place in self.places.items() if not place.is_done]
+        reasons = [(name, self.places[name].reason, 1) for name in self.sorted_ids("error")]
         return Summary(len(self) - len(reasons), len(reasons), count_reasons(reasons))
 
     def read(self, ids: Iterable[str]) -> Iterator[Record]:
@@ -232,7 +244,7 @@ class Results:
         DataError
             If a record is damaged; those before it are valid.
         """
-        found = self.read(self.ids(status))
+        found = self.read(self.sorted_ids(status))
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
@@ -365,7 +377,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
                 missing.append(f"{path} has no results yet")
             continue
         found = _read_run(path, verify=verify, passes_damaged=passes_damaged)
-        left = None if run is None else max(0, run.documents - len(found.places.keys() - run.gone))
+        left = None if run is None else max(0, run.documents - len(found) - sum(name in found for name in run.gone))
         # The contents of a damaged log are unknown; the contents of a volume are listed in a log.
         spoilt = [(file, why) for file, why in found.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
         missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]
@@ -376,7 +388,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
         part = find_part(path) if several else None
         parts.add(0 if part is None else part[1])
         if joined is None:
-            joined = found
+            joined = replace(found, places=dict(found.places)) if several else found
         else:
             missing += _add(joined, found, are_parts=len(parts) == 1 and part is not None)
     if joined is None:
@@ -451,6 +463,7 @@ def _add(joined: Results, share: Results, *, are_parts: bool) -> list[str]:
                 f"document {name!r} is in {here} and in {there}, and so are {len(twice) - 1} others; expected shares "
                 f"of one corpus, each document in one share only"
             )
+    assert isinstance(joined.places, dict), "of several runs"
     joined.places.update({name: place for name, place in share.places.items() if name not in twice})
     joined.gone.update(share.gone)
     joined.unreadable.update(share.unreadable)

@@ -18,17 +18,20 @@ from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from pydantic_core import from_json
+
 from kvr_mpi.disk import LEFTOVER_S, VOLUME_NAME, final_name, names_in, remove, remove_parts, sync
 from kvr_mpi.errors import DataError, OutputError, UnavailableError, counted
 from kvr_mpi.logs import SILENT, RankLogger
-from kvr_mpi.store.folder import Place, list_logs, survey
+from kvr_mpi.store.folder import RECORD_START, list_logs, survey
 from kvr_mpi.store.kv import Piece, piece_id
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.kv_writer import KVWriter
-from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal
-from kvr_mpi.store.record import record_values
+from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, is_sealed, read_header, seal
+from kvr_mpi.store.places import Place, Places
+from kvr_mpi.store.record import read_head, record_values
 from kvr_mpi.store.results import Results, read_results
-from kvr_mpi.store.volumes import LOG, RECORDS, RESULTS, volume_line
+from kvr_mpi.store.volumes import LOG, RECORDS, RESULTS, lines_of, volume_line
 
 # If keys and values are larger than this in total, they stay in their volumes: copying would double the writing.
 MERGE_MAX_BYTES = 4 << 30
@@ -49,7 +52,7 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, lo
     time, or no document.
     """
     try:
-        found = Results.of(survey(folder))
+        needed, copies_kv = _merged_bytes(folder)
         free = shutil.disk_usage(folder).free
     except UnavailableError:
         raise
@@ -57,11 +60,8 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, lo
         raise OutputError(
             f"{error.filename}: {error.strerror}; restore it, and run the job with --resume to merge again"
         ) from None
-    if not (found.places or found.gone or found.unreadable) or should_stop():
+    if needed is None or should_stop():
         return folder
-    copies_kv = found.kv_bytes <= MERGE_MAX_BYTES
-    inside = [place for place in found.places.values() if copies_kv or _is_inside(place, folder / RESULTS)]
-    needed = ROOM * (sum(place.size for place in found.places.values()) + sum(place.kv_bytes for place in inside))
     try:
         if free < needed:
             raise OutputError(f"{folder / RESULTS} needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free")
@@ -71,6 +71,17 @@ def finish_run(folder: Path, should_stop: Callable[[], bool] = lambda: False, lo
     except OutputError as error:  # every document is in the logs
         logger.warning(f"the results stay in logs, which are complete: {error}; `kvr merge {folder}` merges them later")
         return folder
+
+
+def _merged_bytes(folder: Path) -> tuple[float | None, bool]:
+    """Return the space that merging a run needs, None without documents, and whether to copy all keys and values."""
+    found = Results.of(survey(folder))
+    if not (found.places or found.gone or found.unreadable):
+        return None, False
+    copies_kv = found.kv_bytes <= MERGE_MAX_BYTES
+    inside = (place.kv_bytes for _, place in found.with_kv() if copies_kv or _is_inside(place, folder / RESULTS))
+    assert isinstance(found.places, Places), "of one run"
+    return ROOM * (found.places.record_bytes + sum(inside)), copies_kv
 
 
 def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[], bool] = lambda: False) -> Path:
@@ -88,7 +99,7 @@ def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[],
         )
     result = folder / RESULTS
     logs = list_logs(names_in(folder))
-    kept = {Path(piece.path).name for place in found.places.values() for piece in place.pieces}
+    kept = {Path(piece.path).name for _, place in found.with_kv() for piece in place.pieces}
     if logs or (copies_kv and kept - {RESULTS}):
         kept = write_results(result, found, lambda place: copies_kv or _is_inside(place, result), should_stop)
     volumes = [name for name in names_in(folder) if VOLUME_NAME.fullmatch(final_name(name))]
@@ -142,10 +153,10 @@ def write_results(
     """
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
     with rewriting(target), KVWriter(target, replaces=True) as new, TemporaryFile(dir=target.parent) as records:
-        for name, record in zip(found.ids(), found, strict=True):
+        for record in found:
             if should_stop():
                 raise _StoppedError
-            place = found.places[name]
+            name, place = record.id, found.places[record.id]
             needs = place.needs
             if needs and copies(place):
                 with KVReader(name, place.pieces) as kv:
@@ -172,15 +183,29 @@ def write_results(
 
 def _check_records(found: Results, part: Path) -> None:
     """Raise `OSError` unless a new file has the records of all documents."""
-    written = survey(part)
-    if written.damaged or written.records.keys() != found.places.keys() or not written.headers:
-        why = ", ".join(written.damaged.values()) or "records are missing"
+    if why := _difference(part, found):
         raise OSError(errno.EIO, f"it differs from what was written: {why}", str(part))
+
+
+def _difference(written: Path, found: Results) -> str:
+    """Read a file of results again; describe how it differs from what was to be written."""
+    names = found.sorted_ids()
+    try:
+        for number, (_, line) in enumerate(lines_of(written)):
+            if not is_sealed(line):
+                return f"line {number + 1} is damaged"
+            if number == 0:
+                read_header(from_json(line))
+            elif line.startswith(RECORD_START) and read_head(line).id != next(names, None):
+                return f"line {number + 1} is another record"
+    except (DataError, ValueError) as error:
+        return str(error)
+    return "records are missing" if next(names, None) is not None else ""
 
 
 def list_stored(found: Results) -> list[str]:
     """List the ids of the documents that have keys and values, the oldest first."""
-    stored = [(place.finished_s, name) for name, place in found.places.items() if place.kv_bytes]
+    stored = [(place.finished_s, name) for name, place in found.with_kv() if place.kv_bytes]
     return [name for _, name in sorted(stored)]
 
 
@@ -224,7 +249,7 @@ def prune_kv(folder: Path, session: int, documents: Collection[str]) -> None:
         log.write(seal({"line": PRUNED, "ids": sorted(documents)}))
         log.sync()
         found = survey(folder)
-        needed = {piece for place in found.locate()[0].values() for piece in place.pieces}
+        needed = {piece for _, place in found.locate()[0].with_kv() for piece in place.pieces}
         for number, (name, (_, pieces)) in enumerate(found.volumes.items()):
             kept = [piece for piece in pieces.values() if piece in needed]
             if name != RESULTS and name in found.sizes_bytes and len(kept) < len(pieces):

@@ -42,9 +42,10 @@ from kvr_mpi.documents.index import hash_id
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, UnavailableError, counted
 from kvr_mpi.logs import SILENT, RankLogger
-from kvr_mpi.store.folder import DAMAGED, Place, Survey, read_run_header, survey, take_lines
+from kvr_mpi.store.folder import DAMAGED, Survey, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
+from kvr_mpi.store.places import Places, digest_of
 from kvr_mpi.store.traces import TRACES
 from kvr_mpi.store.volumes import is_ours, open_volume
 
@@ -131,47 +132,54 @@ class _Comparison(NamedTuple):
     changes: dict[str, list[str]]
 
 
-def _compare(places: Mapping[str, Place], corpus: Corpus, *, retry_failed: bool) -> _Comparison:
+def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> _Comparison:
     """Compare the records of a run with the documents of a job."""
-    is_todo = np.ones(len(corpus), bool)
     changes: dict[str, list[str]] = {what: [] for what in (CHANGED, REPAIRED, UNREAD, GONE, PASSING)}
-    rest, done = {*places}, 0
-    for number in range(len(corpus)) if places else ():
+    is_done, met = np.zeros(len(corpus), np.bool_), 0
+    if not corpus.prompts and len(corpus.index.digested):  # most of them, all at once
+        numbers = corpus.index.digested
+        is_done[numbers] = places.matching(corpus.index.hash_ids(corpus.files)[numbers], corpus.index.digests)
+        met = int(is_done.sum())
+    is_todo, known = ~is_done, set[str]()
+    for number in np.flatnonzero(is_todo).tolist() if places else ():
         name = corpus.id(number)
         place = places.get(name)
         if place is None:
             continue
-        rest.discard(name)
-        sha256 = _digest_now(corpus, number)
-        if place.is_done and corpus.digest(number) == place.sha256:  # of a stored document that was pruned since
-            sha256 = place.sha256
-        if sha256 is None:  # unknown
+        known.add(name)
+        digest = _digest_now(corpus, number)
+        if place.is_done and digest_of(corpus.digest(number) or "") == place.digest:
+            digest = place.digest  # of a stored document that was pruned since
+        if digest is None:  # unknown
             is_kept = place.is_done
             if is_kept:
                 changes[UNREAD].append(name)
-        elif is_kept := sha256 == place.sha256:
+        elif is_kept := digest == place.digest:
             is_kept = place.is_done or not (retry_failed or place.is_transient)
         else:
-            changes[CHANGED if place.sha256 else REPAIRED].append(name)
-        is_todo[number] = not is_kept
-        done += is_kept and place.is_done
-    for name in sorted(rest):
-        changes[PASSING if places[name].is_transient else GONE].append(name)
-    todo = np.flatnonzero(is_todo)
+            changes[CHANGED if place.digest else REPAIRED].append(name)
+        is_todo[number], is_done[number] = not is_kept, is_kept and place.is_done
+    if met + len(known) < len(places):
+        same = np.sort(np.fromiter((hash_id(corpus.id(int(one))) for one in np.flatnonzero(is_done)), np.uint64))
+        for name in places.ordered():
+            at = np.searchsorted(same, wanted := np.uint64(hash_id(name)))
+            if name not in known and (at == len(same) or same[at] != wanted):
+                changes[PASSING if places[name].is_transient else GONE].append(name)
+    todo, done = np.flatnonzero(is_todo), int(is_done.sum())
     return _Comparison(todo, done, len(corpus) - len(todo) - done, changes)
 
 
 def _digest_now(corpus: Corpus, number: int) -> str | None:
-    """Return the hash of a document as it is now; empty if it cannot be processed, None if it cannot be read now."""
+    """Return the digest of a document as it is now; empty if it cannot be processed, None if it cannot be read now."""
     if corpus.is_transient(number):
         return None
     if corpus.is_bad(number):
         return ""
     if (found := corpus.digest(number)) is not None:
-        return found
+        return digest_of(found)
     document = corpus.read(number)
     if document.error is None:
-        return document.sha256
+        return digest_of(document.sha256)
     return None if document.error.startswith(NOT_NOW) else ""
 
 
@@ -179,9 +187,10 @@ def hash_recorded(folder: Path, *, has_prompts: bool) -> npt.NDArray[np.uint64]:
     """Return sorted hashes of the ids of the documents with results; with several prompts, of what these are about."""
     if not is_folder(folder):
         return np.zeros(0, np.uint64)
-    names: Iterable[str] = survey(folder).records
-    if has_prompts:
-        names = {parse_answer_id(name)[0] for name in names}
+    records = survey(folder).records
+    if not has_prompts:
+        return np.unique(records.hashes())
+    names = {parse_answer_id(records.name(number))[0] for number in range(len(records))}
     return np.sort(np.fromiter(map(hash_id, names), np.uint64))
 
 

@@ -286,7 +286,7 @@ def finished(run: Path) -> dict[str, str]:
     if not run.exists():
         return {}
     places, _, _ = survey(run).locate()
-    return {name: place.finished_at for name, place in places.items() if place.is_done}
+    return {name: place.finished_s for name, place in places.items() if place.is_done}
 
 
 def draw(kind: Kind, folder: Path, chance: random.Random) -> Fault:
