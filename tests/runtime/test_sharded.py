@@ -19,6 +19,7 @@ from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill.one_prompt import own_pool
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.store.folder import survey
+from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.volumes import key_of
 
 LONGER = "prompt.max_tokens=400"
