@@ -5,12 +5,12 @@ the document, and a record lists the ids of all pieces that it needs. An id name
 has a digest of the prompt and the tokens, so that a piece from another attempt is never used. ``results.h5`` stores a
 document as one piece.
 
-    /kv/KEY              a piece; attributes: block_tokens; text_start,
-                         text_stop (the document's text in the prompt);
-                         first_token of the first row (if not 0, earlier
-                         rows are in another piece); with tensor parallelism
-                         first_head, last_head (exclusive), all_heads; with
-                         compression its method and settings: compression
+    /kv/KEY              attributes: block_tokens; text_start, text_stop (the
+                         document's text in the prompt); first_token of the
+                         first row (if not 0, earlier rows are in another
+                         piece); with tensor parallelism first_head,
+                         last_head (exclusive), all_heads; with compression
+                         its method and settings: compression
     /kv/KEY/token_ids    of the tokens whose keys and values these are: the
                          prompt and all but the last new one (int64)
     /kv/KEY/layer_000/keys, values

@@ -231,14 +231,11 @@ class ResultWriter:
         """Complete a document, or discard its layers."""
         if self._error is not None:
             return
-        has_kv = self._volume is not None and self._volume.is_writing
-        if has_kv and self._volume is not None:
-            if is_dropped:
-                self._volume.discard()
-            else:
-                self._volume.end()
+        volume = self._volume if self._volume is not None and self._volume.is_writing else None
+        if volume is not None:
+            (volume.discard if is_dropped else volume.end)()
         if has_record and not is_dropped:
-            self._add_record(record, piece_ids(record, tokens) if has_kv else ())
+            self._add_record(record, () if volume is None else piece_ids(record, tokens))
         self._recorder.note("write", began_s)
 
     def _add_record(self, record: Record, pieces: Sequence[str]) -> None:
