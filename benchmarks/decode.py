@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,10 +26,12 @@ from transformers import GenerationConfig
 
 from benchmarks.options import make_parser
 from kvr_mpi.cli.environment import read_environment
+from kvr_mpi.cli.log_lines import show_log
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
 from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str]) -> None:
         LocalTransport(), DEFAULT_MODEL, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir
     )
     world, room = LocalTransport(), psutil.virtual_memory().available
-    choose_kernels(loaded, world, room, cache_dir, lambda line: print(line, file=sys.stderr))
+    show_log()
+    choose_kernels(loaded, world, room, cache_dir, RankLogger())
     prepare_model(loaded.model, chain=True)
     reserve = given.steps * (given.rounds + 1) + 2
     others, pool = 1 if given.against == "alone" else given.documents, None
