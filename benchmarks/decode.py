@@ -26,6 +26,7 @@ from transformers import GenerationConfig
 
 from benchmarks.options import make_parser
 from kvr_mpi.cli.environment import read_environment
+from kvr_mpi.cli.log_lines import show_log
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str]) -> None:
         LocalTransport(), DEFAULT_MODEL, dtype="float32", device="cpu", offline=True, cache_dir=cache_dir
     )
     world, room = LocalTransport(), psutil.virtual_memory().available
+    show_log()
     choose_kernels(loaded, world, room, cache_dir, RankLogger())
     prepare_model(loaded.model, chain=True)
     reserve = given.steps * (given.rounds + 1) + 2
