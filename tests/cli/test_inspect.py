@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +20,14 @@ from constants import Kvr
 from made_runs import COLUMNS, HEADER, NAMES, SHOWN, example_records, kv_in, record, take, write, write_run
 
 from kvr_mpi.cli import group
+from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, OutputError
+from kvr_mpi.report.log import Log
+from kvr_mpi.report.progress import Progress
 from kvr_mpi.store.lock import read_lock
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.rewrite import merge_run
+from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.status import read_status
 from kvr_mpi.store.volumes import RESULTS
 from kvr_mpi.store.writer import ResultWriter
@@ -156,6 +162,24 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
     assert watched.index("job       running") < watched.index("job       not running")
     ended = read_status(tmp_path)
     assert not ended.alive and ended.eta_s is None and ended.done == 1
+
+
+@pytest.mark.parametrize(("work", "eta_s"), [(1, None), (50, 60.0)])
+def test_status_gives_the_estimate_of_the_log(tmp_path: Path, work: int, eta_s: float | None) -> None:
+    """Of 100 units of work in a minute, one says too little."""
+    run, stream, now = take(tmp_path), io.StringIO(), [time.time()]
+    writer = ResultWriter(tmp_path, 0, HEADER)
+    writer.write(Record("a", "done"))
+    writer.close()
+    states = StateWriter(tmp_path, 0, 1, run.lock.number, None, print)
+    with Progress(Log(stream=stream), 4, 100, clock=lambda: now[0], on_estimate=states.estimate) as progress:
+        now[0] += 60
+        progress.document(Record("a", "done"), 1, work)
+    states.close()
+    assert ("left unknown" if eta_s is None else f"left {duration_text(eta_s)}") in stream.getvalue()
+    for later_s in (0.0, 20.0):
+        found = read_status(tmp_path, now[0] + later_s)
+        assert found.alive and found.eta_s == (None if eta_s is None else pytest.approx(eta_s - later_s, abs=0.1))
 
 
 def test_damage_is_seen_and_left(tmp_path: Path) -> None:

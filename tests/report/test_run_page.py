@@ -250,3 +250,13 @@ def test_ten_thousand_documents_are_a_small_page() -> None:
     assert 50_000 < len(data) <= 100_000 and "answers are truncated to" in note and "kvr inspect" in note
     data, note = pack_answers(records[:1000], 2_000)
     assert len(data) <= 2_000 and "of 1,000 documents" in note
+
+
+def test_unsupported_words_are_counted_and_marked() -> None:
+    """Only within what is shown of an answer; documents in parts have no time to the first token."""
+    flags = [{"text": "Rome", "kind": "name", "start": at, "stop": at + 4} for at in (6, 30_000)]
+    long = done("long", answer=f"So in Rome {'a' * 29_989}Rome.", unsupported=json.dumps(flags))
+    columns = packed(page_with([long, done("plain"), done("fine", unsupported="[]"), done("book", parts=3)]))
+    assert columns["unsupported"] == [2, -1, 0, -1]
+    assert columns["marks"] == [[[6, 10]], [], [], []]
+    assert columns["ttft"] == [1.5, 1.5, 1.5, -1]

@@ -15,7 +15,7 @@ from kvr_mpi.documents import Document
 from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, split_text
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured
-from kvr_mpi.schedule.plan import count_tokens, plan_documents, prompt_tokens
+from kvr_mpi.schedule.plan import count_tokens, plan_documents, prompt_tokens, written_seconds
 from kvr_mpi.transport.local import run_local
 
 COSTS = Costs(4, 1e-5, 3e-5, 1e-8, 0.0, 1e-4, 1024.0, 1e9, 1e-5, head_s=0.0096, kept_token_s=2.5e-7)
@@ -55,6 +55,23 @@ def test_a_job_says_how_its_prompts_are_cut_and_whether_over_chains(job: Path) -
     texts = [("long", 900), ("short", 5)]
     assert plan_documents(load(job), texts, 4, FORECAST).chain_lengths != (1,)
     assert plan_documents(load(job, "parallel.strategy=single"), texts, 4, FORECAST).chain_lengths == (1,)
+
+
+def test_the_plan_is_of_the_chain_length_that_the_job_names(job: Path) -> None:
+    """If that is impossible, chain lengths are planned as with "auto"."""
+    texts = [(f"{number}", 100 + 90 * number) for number in range(9)]
+    plans = {
+        length: plan_documents(load(job, f"parallel.ranks_per_chain={length}"), texts, 4, FORECAST)
+        for length in ("auto", "all", "1", "2", "3")
+    }
+    for length, ranks in (("all", 4), ("1", 1), ("2", 2)):
+        assert {place.ranks for place in plans[length].placements} == {ranks}
+        assert plans[length].makespan_s == dict(plans["auto"].fixed_s)[ranks]
+        assert plans[length].makespan_s == written_seconds(
+            load(job, f"parallel.ranks_per_chain={length}"), plans[length]
+        )
+    assert plans["3"] == plans["auto"]
+    assert written_seconds(load(job, "parallel.ranks_per_chain=3"), plans["3"]) is None
 
 
 def test_ranks_share_the_counting(tokenizer: Any) -> None:
