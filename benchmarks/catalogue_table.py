@@ -22,7 +22,7 @@ REASONS = {
     "an indexer chooses": "sparse attention by an indexer",
     "it chooses which": "sparse attention by an indexer",
     "takes no cache": "takes no cache",
-    "cache of its own": "a cache of its own",
+    "cache of its own": "its own cache",
     "forgets all but a window": "its cache and its mask disagree",
     "does not run as a chain": "a chain gives other logits",
     "cannot build a causal LM": "no causal model",
@@ -34,8 +34,8 @@ REASONS = {
 
 HEAD = """Written by `python -m benchmarks architectures` ({versions}, {date}); do not edit.
 
-Every causal language model that transformers knows, and variants of some, tiny and with random weights, compared with
-plain transformers in float32. Prompts have 90 tokens, more than every window, chunk and rotary threshold in them.
+Every causal language model of transformers, and variants of some, as tiny models with random weights, compared with
+plain transformers in float32. Prompts have 90 tokens, more than every window, chunk and rotary threshold.
 Logits, keys and values agree within 1e-4 of their spread, and up to 16 greedy tokens are the same. Random weights test
 the arithmetic, not a model's answers.
 
@@ -43,8 +43,8 @@ the arithmetic, not a model's answers.
 |---|---|---|---|
 {counts}
 
-Ways: `chain` (1 to 4 ranks, uneven slices, slices of one token), `prefix` (a common prefix is computed once),
-`packed` (five documents in a row), and the rivals `ring` and `tsp` (2 and 3 ranks).
+Modes: `chain` (1 to 4 ranks, uneven slices, slices of one token), `prefix` (a common prefix is computed once),
+`packed` (five documents in a row), and the alternatives `ring` and `tsp` (2 and 3 ranks).
 """
 MEANINGS = {
     FAST: "attention runs in parts, as they arrive",

@@ -139,7 +139,9 @@ def answers(loaded: LoadedModel, given: argparse.Namespace, profile: Path) -> li
 def print_continuations(rows: list[dict[str, Any]], budgets: list[int]) -> None:
     """Mean over documents, and the spread over them."""
     full = statistics.mean(row["nll"] for row in rows if row["method"] == "full")
-    print(f"\nnegative log-likelihood beyond the full cache's {full:.3f}, nats a token (standard error over documents)")
+    print(
+        f"\nnegative log-likelihood beyond the full cache's {full:.3f}, nats per token (standard error over documents)"
+    )
     print("| method |" + "".join(f" {budget} |" for budget in budgets) + "\n|---|" + "---|" * len(budgets))
     for method in METHODS:
         cells = []

@@ -122,8 +122,8 @@ def main(arguments: Sequence[str]) -> None:
         "rounds": rounds,
     }
     print(
-        f"{given.documents} documents of {given.tokens} tokens, one core: together {1e3 * together_s:.1f} ms a step, "
-        f"{figures['together_tokens_per_s']:.1f} tokens/s; {name} {1e3 * other_s:.1f} ms a step, "
+        f"{given.documents} documents of {given.tokens} tokens, one core: together {1e3 * together_s:.1f} ms per step, "
+        f"{figures['together_tokens_per_s']:.1f} tokens/s; {name} {1e3 * other_s:.1f} ms per step, "
         f"{others / other_s:.1f} tokens/s; ratio {ratio:.2f} (median of {given.rounds})"
     )
     if given.json:

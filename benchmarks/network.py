@@ -176,7 +176,7 @@ def run_case(name: str, options: argparse.Namespace, quiet: Sequence[Result]) ->
         try:
             done = run_mpi(group, command, timeout_s=options.timeout, on_line=follow)
         except subprocess.TimeoutExpired as error:
-            raise CaseError(f"first-token was not through after {options.timeout:.0f} s (--timeout)") from error
+            raise CaseError(f"first-token did not finish within {options.timeout:.0f} s (--timeout)") from error
         finally:
             if noise is not None:
                 noise.stop()
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     try:
         for name in options.cases:
-            say(f"{name}: {CASES[name].title}; {options.context} tokens, one rank and one core a host")
+            say(f"{name}: {CASES[name].title}; {options.context} tokens, one rank and one core per host")
             results[name] = run_case(name, options, results.get(CASES[name].quiet or "", []))
     except CaseError as error:
         failure = error
@@ -270,7 +270,9 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--strategies", type=_words, default="kvr-s,ring,tsp-causal", help="as in first-token (default: %(default)s)"
     )
-    parser.add_argument("--lend", action="store_true", help="give rivals our kernels and short last layer, too")
+    parser.add_argument(
+        "--lend", action="store_true", help="also use our kernels and short last layer for the alternatives"
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as in first-token; it must be on this machine already")
     parser.add_argument("--dtype", help="as in first-token")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")

@@ -49,6 +49,6 @@ def main(arguments: Sequence[str]) -> int:
         try:
             done = run_mpi(group, command, timeout_s=given.timeout, on_line=print)
         except subprocess.TimeoutExpired:
-            print(f"slow-chunks: not through after {given.timeout:.0f} s (--timeout)", file=sys.stderr)
+            print(f"slow-chunks: did not finish within {given.timeout:.0f} s (--timeout)", file=sys.stderr)
             return 1
     return int(done.returncode != 0)

@@ -154,7 +154,7 @@ def print_heads(found: list[dict[str, Any]], json_file: Path | None) -> None:
                 f"{row['same_answers']} of {row['documents']}",
             )
         )
-    names = ("kept", "way", "ms a step", "best", "forecast", "tokens/s", "whole / this", "SHA / this", "compute")
+    names = ("kept", "way", "ms per step", "best", "forecast", "tokens/s", "whole / this", "SHA / this", "compute")
     print_table((*names, "attention", "E_sync", "E", "KV MB a rank", "heads", "same"), rows)
     print(
         "whole / this, SHA / this: how many times as fast a step is as with the whole cache and heads in order, and as "

@@ -39,7 +39,7 @@ EXACT = {
 }
 NOT_A_CHAIN = {
     "bert as an encoder": "sees the tokens to come",
-    "minimax": "a cache of its own",
+    "minimax": "its own cache",
     "roberta padding in the prompt": "positions that skip padding",
     "mamba": "plain transformers does not go on with several tokens",
 }

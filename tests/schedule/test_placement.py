@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.schedule.moldable import lower_bound
-from kvr_mpi.schedule.placement import Schedule, deal, sampled, schedule
+from kvr_mpi.schedule.placement import LATER, Schedule, deal, sampled, schedule
 
 
 def numbered(sizes: list[int]) -> list[tuple[str, int]]:
@@ -98,7 +98,7 @@ def test_a_plan_has_every_document_once_and_keeps_its_bounds(
     soonest = schedule(documents, ranks, seconds, fits)
     assert plan.lower_bound_s <= soonest.makespan_s
     assert soonest.makespan_s <= plan.makespan_s <= 1.02 * soonest.makespan_s + 1e-6
-    assert all(plan.makespan_s <= makespan_s for _, makespan_s in plan.fixed_s)
+    assert all(plan.makespan_s <= LATER * makespan_s + 1e-6 for _, makespan_s in plan.fixed_s)
     if fits is not anything_fits:
         return
     assert {length for length, _ in plan.fixed_s} == {n for n in range(1, ranks + 1) if ranks % n == 0}
