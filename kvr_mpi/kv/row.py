@@ -139,6 +139,7 @@ class Row(RowCache):
         if self._table is None:
             width, is_complete = self.table_sizes
             self._table = PageTable(self.sequences[0], len(self.sequences), width, is_complete=is_complete)
+        if self._table.moves != self._table.pool.moves and not self._is_recorded:
             self._table.fill(self.sequences)
         self._table.advance(lengths)
         self._is_advanced = True

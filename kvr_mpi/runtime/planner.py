@@ -87,7 +87,7 @@ class Planner:
         if not pool.is_paged:
             return need + held <= free
         own = int(pool.nbytes / max(1, self._setup.free_bytes[self.first_rank]) * free)  # as large a share on all ranks
-        return rows + held + (pool.lost_bytes if held else 0) <= own and need - rows <= free - own
+        return rows + held <= own and need - rows <= free - own
 
     def fits_shared(self, held_bytes: Sequence[int], largest: int) -> bool:
         """Whether the rows of all prompts can be distributed if ranks share heads to decode them; else True.

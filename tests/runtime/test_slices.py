@@ -98,7 +98,7 @@ def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:
     [
         ({}, 5 + 4),
         (
-            {"pool": SimpleNamespace(is_paged=True, nbytes=5000, lost_bytes=0)},
+            {"pool": SimpleNamespace(is_paged=True, nbytes=5000, page_bytes=0)},
             44 + 5 + 4,
         ),  # of 300 tokens one page is shared, the rest copied
         ({"loaded": SimpleNamespace(attends_in_parts=False)}, 305 + 4),  # a model's own attention needs a copy
