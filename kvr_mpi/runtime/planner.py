@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, Say, counted
 from kvr_mpi.kv.chain import LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.pool import PAGE_ROWS
@@ -40,7 +39,7 @@ class Planner:
         self._ranks = slice(self.first_rank, self.first_rank + size)
         self._free_bytes, self._rates = setup.free_bytes[self._ranks], setup.rates[self._ranks]
         self._efficiency: float | None = None  # of sharing heads
-        if shares_heads and isinstance(setup.sharing, HeadSharing):
+        if shares_heads and setup.sharing is not None and not isinstance(setup.sharing, str):
             self._efficiency = setup.sharing.efficiency(size)
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:

@@ -13,8 +13,8 @@ from made_tables import a_table
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates
-from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, PartitionError
+from kvr_mpi.fairkv.sharing import PlacedHeads
 from kvr_mpi.job.spec import DecodeSection
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
@@ -134,7 +134,7 @@ def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
 
 def test_memory_to_distribute_heads_is_planned() -> None:
     """Each rank's part of all prompts, and another prompt on the way; of three heads, one of two ranks gets two."""
-    sharing = HeadSharing(DecodeSection(mode="head-parallel", placement="static"), layers=2, kv_heads=3)
+    sharing = PlacedHeads(DecodeSection(mode="head-parallel", placement="static"), layers=2, kv_heads=3)
     chain = chain_of(2, free_bytes=[1000, 1000], sharing=sharing)
     planner = Planner(chain, print, shares_heads=True)
     assert planner.fits_shared([600, 600], 200) and not planner.fits_shared([600, 600], 201)
