@@ -11,11 +11,10 @@ from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import DocumentError, Say, counted
 from kvr_mpi.kv.chain import LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.pool import PAGE_ROWS
-from kvr_mpi.kv.route import Route
+from kvr_mpi.kv.relay import Route, relay, relays
 from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
-from kvr_mpi.prefill.routes import relay, relays
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner, shard_of
 from kvr_mpi.runtime.plan import Plan, Way

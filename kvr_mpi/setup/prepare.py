@@ -32,6 +32,7 @@ from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel, find_model, hash_weights, is_unconverted, tokenizer_fingerprint
@@ -44,7 +45,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix, own_pool
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.log import Detail

@@ -16,10 +16,10 @@ from kvr_mpi.costs.solve import Rates
 from kvr_mpi.errors import DocumentError, PartitionError
 from kvr_mpi.fairkv.sharing import PlacedHeads
 from kvr_mpi.job.spec import DecodeSection
+from kvr_mpi.kv.relay import relays
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
-from kvr_mpi.prefill.routes import relays
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
