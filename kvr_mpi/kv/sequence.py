@@ -51,12 +51,17 @@ class RowSpan:
     @property
     def keys(self) -> torch.Tensor:
         """Keys (heads, capacity, dim)."""
-        return self.views[0] if self.row == self.block.row else self._follow()[0]
+        return self.pair[0]
 
     @property
     def values(self) -> torch.Tensor:
         """Values (heads, capacity, dim)."""
-        return self.views[1] if self.row == self.block.row else self._follow()[1]
+        return self.pair[1]
+
+    @property
+    def pair(self) -> Pair:
+        """Keys and values, each (heads, capacity, dim)."""
+        return self.views if self.row == self.block.row else self._follow()
 
     def _follow(self) -> Pair:
         """View the rows where the block is now."""
@@ -71,11 +76,11 @@ class RowSpan:
     @property
     def heads(self) -> slice:
         """The heads, among those of the layer."""
-        return slice(self.head, self.head + len(self.keys))
+        return slice(self.head, self.head + len(self.views[0]))
 
     def rows(self, length: int) -> int:
         """Rows that each head holds of a sequence of `length` tokens."""
-        return min(self.filled + length, self.keys.shape[1]) if self.grows else self.filled
+        return min(self.filled + length, self.views[0].shape[1]) if self.grows else self.filled
 
     def cut(self, first: int, last: int) -> Pair:
         """Keys and values of a range of positions, as views (1, heads, tokens, dim)."""
