@@ -18,6 +18,7 @@ import torch
 from benchmarks.published import PUBLISHED
 from benchmarks.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_model
@@ -32,7 +33,6 @@ from kvr_mpi.prefill.one_prompt import (
     prefill_single,
 )
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain, why_not_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 

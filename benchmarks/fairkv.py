@@ -41,14 +41,14 @@ from kvr_mpi.cli.launch import run_guarded
 from kvr_mpi.cli.log_lines import quiet_libraries
 from kvr_mpi.cli.options import command, job_argument, parse_numbers, set_option
 from kvr_mpi.compress.compression import Compression
-from kvr_mpi.compress.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
 from kvr_mpi.costs.decoding import Wave, step_seconds
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
-from kvr_mpi.decode.head_parallel import HeadGroup, PlaceHeads
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import ConfigError, CorpusError, DocumentError, counted
+from kvr_mpi.fairkv.group import HeadGroup, PlaceHeads
+from kvr_mpi.fairkv.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.preflight.checks import check_job
@@ -317,7 +317,9 @@ def bench_heads(
         together(ranks, lambda: _check_room(setup, prompts, ranks))
         held = PrefilledDocuments(setup, prompts, ranks, compressions[0])
         logger.root.info(f"{held.number} prompts of {min(held.tokens)} to {max(held.tokens)} tokens, prefilled")
-        times = measure_decoding(setup.loaded, ranks, held.number, place_in_proportion)
+        times = measure_decoding(
+            setup.loaded, ranks, held.number, lambda: HeadGroup(setup.loaded, ranks, place_in_proportion)
+        )
         began, rows = time.monotonic(), list[HeadsRow]()
         for number, compression in enumerate(compressions):
             contest = _Contest(setup, held, compression, ranks)

@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks import placement as research
 from benchmarks.paper_profiles import RANKS, TABLE_2, paper_profile
 from kvr_mpi.cli.options import command, parse_numbers
-from kvr_mpi.compress import placement as place
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
+from kvr_mpi.fairkv import placement as place
 from kvr_mpi.report.table import print_table
 
 METHOD = (

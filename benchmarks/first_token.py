@@ -43,13 +43,13 @@ from kvr_mpi.cli.launch import load_everywhere, open_links, run_guarded
 from kvr_mpi.cli.options import command, parse_names, parse_numbers
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.setup.verify import _in_float32
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together

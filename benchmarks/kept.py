@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.compress.compression import Compression
-from kvr_mpi.kv.route import Range
+from kvr_mpi.kv.relay import Range
 from kvr_mpi.kv.sequence import SequenceKV, check_retained
 
 # For each layer and KV head the positions that are kept, ascending; None: the layer keeps all it has.

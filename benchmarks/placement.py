@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvr_mpi.compress.placement import (
+from kvr_mpi.fairkv.placement import (
     HeadPiece,
     LayerPlacement,
     Loads,

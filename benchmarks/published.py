@@ -19,11 +19,10 @@ from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, _attend_blocks
-from kvr_mpi.kv.route import Hop, MakeRoute, Range, Route, Step
+from kvr_mpi.kv.relay import Hop, MakeRoute, Range, Route, Step, relay
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import following, others_after, others_before, preceding
 from kvr_mpi.transport import Transport
 

@@ -27,6 +27,8 @@ CONTACTS = {
     # What looks like a cache to the model.
     "transformers.cache_utils": {"kv/layer.py", "kv/states.py"},
     "click": {"cli"},
+    # A feature beside the core, which meets it in one place.
+    "kvr_mpi.fairkv": {"fairkv", "setup/prepare.py"},
     "benchmarks": set(),
 }
 FORBIDDEN = {"pickle", "cPickle", "dill", "shelve"}

@@ -1,4 +1,4 @@
-"""Compression and FairKV: how many tokens each head keeps, and which rank holds it.
+"""Compression: which tokens each head keeps.
 
-Papers: FairKV, HeadKV, DuoAttention.
+Papers: HeadKV, DuoAttention, SnapKV, FairKV (``fairkv``).
 """

@@ -24,7 +24,7 @@ from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, counted
 from kvr_mpi.kv.chain import Retain, SliceLayer
-from kvr_mpi.kv.route import Range
+from kvr_mpi.kv.relay import Range
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 

@@ -1,6 +1,6 @@
 """The ranks that decode together, and what each computes in a step.
 
-A rank decodes alone (`Group`), or with other ranks that each hold some heads (`head_parallel.HeadGroup`) or some tokens
+A rank decodes alone (`Group`), or with other ranks that each hold some heads (`HeadSharing.group`) or some tokens
 (`token_parallel.TokenGroup`). ``batch`` chooses tokens and handles samples, schemas, scores and memory errors for all
 groups. One rank of a group is the prompt's home: it chooses the prompt's tokens and sends them to the other ranks.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from kvr_mpi.decode.sampling import Answer, DecodeSequence
 from kvr_mpi.decode.step_graph import StepRecorder
+from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.row import Merge, Row
 from kvr_mpi.kv.sequence import SequenceKV, bytes_of
 from kvr_mpi.model import LoadedModel
@@ -188,6 +189,22 @@ class Group:
         self.forget_rows()
         assert anew.logits is not None
         return anew.logits
+
+
+class HeadSharing(Protocol):
+    """How ranks decode their prompts together, each some of the heads (``fairkv``)."""
+
+    def group(self, loaded: LoadedModel, ranks: Transport, pool: Pool | None = None) -> Group:
+        """Make the group of some ranks, with a pool for the rows of this rank's heads."""
+
+    def efficiency(self, ranks: int) -> float:
+        """Forecast the fraction of time in which ranks attend, for heads of equal size."""
+
+    def describe(self, ranks: int) -> str:
+        """Describe the placement of heads in a few words."""
+
+    def extra_bytes(self, loaded: LoadedModel) -> int:
+        """Maximum bytes of weights that a rank needs in addition to the model."""
 
 
 def held_bytes(prefills: Sequence[Prefill], document: SequenceKV | None = None) -> int:

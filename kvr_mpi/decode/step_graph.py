@@ -66,7 +66,8 @@ class StepGraph:
     def run(self, row: Row, inputs: torch.Tensor) -> torch.Tensor:
         """Replay a step after `Row.begin`; return the logits of `run_step`."""
         count = inputs.shape[1]
-        if self._filled_for is None or self._filled_for() is not row:
+        is_filled = self._filled_for is not None and self._filled_for() is row
+        if not is_filled or self._table.moves != self._table.pool.moves:
             self._table.fill(row.sequences)
             self._inputs.zero_()
             self._filled_for = weakref.ref(row)

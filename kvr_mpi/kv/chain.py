@@ -25,10 +25,19 @@ from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.layer import RowCache, RowLayer
 from kvr_mpi.kv.pool import Pool
-from kvr_mpi.kv.route import Hop, Range, Route, in_two_groups, total_tokens
+from kvr_mpi.kv.relay import (
+    NO_TOKENS,
+    STATES,
+    Hop,
+    LayerTransfers,
+    PromptTransfers,
+    Range,
+    Route,
+    in_two_groups,
+    total_tokens,
+)
 from kvr_mpi.kv.sequence import Pair, SequenceKV, by_head, check_retained, copy_states
 from kvr_mpi.kv.states import StateLayer
-from kvr_mpi.kv.transfers import NO_TOKENS, STATES, LayerTransfers, PromptTransfers
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError

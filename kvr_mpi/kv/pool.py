@@ -2,7 +2,8 @@
 
 On CPUs each block is a memory map of its own. On GPUs one attention call reads the rows of many sequences through a
 table of pages. There, all blocks of heads of one size lie in one allocation, and each head's rows begin on a page
-boundary, as in vLLM (Kwon et al., SOSP 2023, section 4); the pages of a head are contiguous.
+boundary, as in vLLM (Kwon et al., SOSP 2023, section 4). The pages of a block are contiguous; if those that are free
+are not, blocks move together.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from kvr_mpi.model import LayerShape
 
 # Rows of a page: flash attention requires a multiple of this.
 PAGE_ROWS = 256
-# Largest part of a pool that may be lost between blocks, since the pages of a block are contiguous.
-LOST_SHARE = 1 / 16
+# Rows that are copied at a time when a block moves.
+MOVED_ROWS = 1 << 14
 
 Dims = tuple[int, int]
 
@@ -35,7 +36,8 @@ class Block:
     """Rows of a layer, allocated together.
 
     keys, values : (rows, dim).
-    row : in a paged pool: the first row's place in the whole allocation, at the beginning of a page.
+    row : in a paged pool: the first row's place in the whole allocation, at the beginning of a page; it changes if the
+        block moves.
     holders : how many spans of sequences refer to it; it is freed with the last one.
     """
 
@@ -76,6 +78,7 @@ class Pool:
     layers : of the model.
     tokens : of a paged pool: rows for each head of the model; None: each block has its own memory.
     page_bytes : of a page for each head of the model.
+    moves : how often blocks have moved, so that places noted before are wrong.
 
     Raises `MemoryError` or `torch.OutOfMemoryError` if there is no memory for it.
     """
@@ -85,7 +88,7 @@ class Pool:
     ) -> None:
         self.dtype, self.device, self.is_paged = dtype, device, tokens is not None
         self.page_bytes = PAGE_ROWS * sum(shape.elements for shape in layers) * dtype.itemsize
-        self.tokens = PAGE_ROWS * pages_for(tokens or 0)
+        self.tokens, self.moves = PAGE_ROWS * pages_for(tokens or 0), 0
         self._lock = threading.Lock()  # ranks that are threads of a test may share a prefix
         self.blocks: set[Block] = set()
         # By the dimensions of keys and values: all rows, and of the blocks the first page and the number of pages.
@@ -106,11 +109,6 @@ class Pool:
     def nbytes(self) -> int:
         """Size of a paged pool."""
         return self.tokens // PAGE_ROWS * self.page_bytes
-
-    @property
-    def lost_bytes(self) -> int:
-        """Bytes of a paged pool that cannot be relied on."""
-        return int(LOST_SHARE * self.nbytes)
 
     @property
     def taken_bytes(self) -> int:
@@ -170,16 +168,37 @@ class Pool:
 
     def _take(self, dims: Dims, pages: int) -> int:
         """Take the first free run of pages; return its first page."""
-        taken, first = self._taken[dims], 0
-        at = 0
-        while at < len(taken) and taken[at][0] - first < pages:
-            first, at = sum(taken[at]), at + 1
-        if first + pages > self.dummy_page(dims):
-            raise MemoryError(
-                f"no {pages} contiguous pages of keys and values are free, of {self.dummy_page(dims)} in all"
-            )
+        taken, total = self._taken[dims], self.dummy_page(dims)
+        at, first = _first_free(taken, pages)
+        if first + pages > total and pages <= total - sum(many for _, many in taken):
+            self._compact(dims)
+            at, first = _first_free(taken, pages)
+        if first + pages > total:
+            raise MemoryError(f"no {pages} pages of keys and values are free, of {total} in all")
         taken.insert(at, (first, pages))
         return first
+
+    def _compact(self, dims: Dims) -> None:
+        """Move the blocks to the beginning, so that free pages are adjacent."""
+        to, self.moves = 0, self.moves + 1
+        for block in sorted((block for block in self.blocks if block.dims == dims), key=lambda block: block.row):
+            rows, capacity = len(block.keys), PAGE_ROWS * pages_for(len(block.keys))
+            for each in self.rows[dims] if block.row != to else ():
+                for at in range(0, rows, MOVED_ROWS):
+                    some = slice(at, min(at + MOVED_ROWS, rows))
+                    each[to:][some] = each[block.row :][some].clone()  # both may overlap
+            block.row = to
+            block.keys, block.values = (each[to : to + rows] for each in self.rows[dims])
+            to += capacity
+        self._taken[dims][:] = sorted(block.pages for block in self.blocks if block.dims == dims)
+
+
+def _first_free(taken: Sequence[tuple[int, int]], pages: int) -> tuple[int, int]:
+    """Find the first free run of pages: its place among those taken, and its first page."""
+    at = first = 0
+    while at < len(taken) and taken[at][0] - first < pages:
+        first, at = sum(taken[at]), at + 1
+    return at, first
 
 
 def in_flat(flat: torch.Tensor, rows: int, dims: Dims) -> tuple[torch.Tensor, torch.Tensor]:

@@ -139,6 +139,7 @@ class Row(RowCache):
         if self._table is None:
             width, is_complete = self.table_sizes
             self._table = PageTable(self.sequences[0], len(self.sequences), width, is_complete=is_complete)
+        if self._table.moves != self._table.pool.moves and not self._is_recorded:
             self._table.fill(self.sequences)
         self._table.advance(lengths)
         self._is_advanced = True
@@ -207,8 +208,9 @@ class Row(RowCache):
         of_keys, of_values, heads = keys[0].unbind(1), values[0].unbind(1), keys.shape[1]
         for number, span in growing:
             row, token = span.filled + self.lengths[number], (of_keys[number], of_values[number])
-            places += (span.keys.select(1, row), span.values.select(1, row))
-            tokens += token if len(span.keys) == heads else (each[span.heads] for each in token)
+            keys, values = span.pair
+            places += (keys.select(1, row), values.select(1, row))
+            tokens += token if len(keys) == heads else (each[span.heads] for each in token)
         if places:
             torch._foreach_copy_(places, tokens)
 
@@ -383,8 +385,8 @@ def attend_spans(
         start = min(max(0, first - span.first), stop) if first else 0
         if start == stop:
             continue
-        keys, values = span.keys[None, :, start:stop], span.values[None, :, start:stop]
-        if len(span.keys) == shape.num_kv_heads:
+        keys, values = (each[None, :, start:stop] for each in span.pair)
+        if keys.shape[1] == shape.num_kv_heads:
             found = attend(query, keys, values, params)
             part = found if part is None else part.merge(found)
             continue

@@ -35,8 +35,8 @@ class RowSpan:
     first : position of the first row, if rows are in the order of positions.
     filled : rows that each head holds; if it grows, that number minus the length of the sequence.
     grows : whether each new token of the sequence adds a row.
-    keys, values : (heads, capacity, dim).
-    row : in a paged pool: the first head's first row, at the beginning of a page.
+    views : keys and values (heads, capacity, dim), where the block was when it began at `row`.
+    at : the first head's first row in the block; in a paged pool at the beginning of a page.
     """
 
     block: Block
@@ -44,18 +44,43 @@ class RowSpan:
     first: int
     filled: int
     grows: bool
-    keys: torch.Tensor
-    values: torch.Tensor
-    row: int = 0
+    views: Pair
+    row: int
+    at: int = 0
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """Keys (heads, capacity, dim)."""
+        return self.pair[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Values (heads, capacity, dim)."""
+        return self.pair[1]
+
+    @property
+    def pair(self) -> Pair:
+        """Keys and values, each (heads, capacity, dim)."""
+        return self.views if self.row == self.block.row else self._follow()
+
+    def _follow(self) -> Pair:
+        """View the rows where the block is now."""
+        moved = self.block.row - self.row
+        keys, values = (
+            torch.as_strided(each, each.shape, each.stride(), each.storage_offset() + moved * each.shape[2])
+            for each in self.views
+        )
+        self.views, self.row = (keys, values), self.block.row
+        return self.views
 
     @property
     def heads(self) -> slice:
         """The heads, among those of the layer."""
-        return slice(self.head, self.head + len(self.keys))
+        return slice(self.head, self.head + len(self.views[0]))
 
     def rows(self, length: int) -> int:
         """Rows that each head holds of a sequence of `length` tokens."""
-        return min(self.filled + length, self.keys.shape[1]) if self.grows else self.filled
+        return min(self.filled + length, self.views[0].shape[1]) if self.grows else self.filled
 
     def cut(self, first: int, last: int) -> Pair:
         """Keys and values of a range of positions, as views (1, heads, tokens, dim)."""
@@ -248,7 +273,7 @@ class SequenceKV:
                 filled = counts[at] - first if self.is_last else counts[at]
                 begin = first - counts[at]
                 keys, values = views
-                spans.append(RowSpan(block, held[at], begin, filled, self.is_last, keys, values, block.row + row))
+                spans.append(RowSpan(block, held[at], begin, filled, self.is_last, (keys, values), block.row, row))
             at, row = at + many, stop
         for _ in spans[1:]:
             block.hold()
@@ -260,8 +285,9 @@ class SequenceKV:
         if not (sinks := rolling.sinks_of(shape.visibility)):
             return [span]
         keys, values, block = span.keys, span.values, span.block.hold()
-        first = RowSpan(block, 0, 0, 0, True, keys[:, :sinks], values[:, :sinks])
-        return [first, RowSpan(block, 0, sinks, -sinks, True, keys[:, sinks:], values[:, sinks:])]
+        first = RowSpan(block, 0, 0, 0, True, (keys[:, :sinks], values[:, :sinks]), block.row)
+        rest = RowSpan(block, 0, sinks, -sinks, True, (keys[:, sinks:], values[:, sinks:]), block.row, sinks)
+        return [first, rest]
 
     def make_room(self, layer_idx: int, tokens: int) -> None:
         """Drop what the next token does not see of a rolling cache, if there is no room for some new tokens.
@@ -313,7 +339,7 @@ class SequenceKV:
     def _fork_layer(self, layer_idx: int, parent: SequenceKV) -> list[RowSpan]:
         """Refer to a layer's rows of the sequence that this one continues; on GPUs only whole pages are shared."""
         shape, tokens, shared = self.shapes[layer_idx], self._parent_tokens, list[RowSpan]()
-        rest: dict[int, tuple[int, Pair]] = {}  # of each head the rows that are copied
+        counts, copied = [0] * shape.num_kv_heads, list[tuple[RowSpan, int, int]]()  # rows of a span that are copied
         for span in parent.open(layer_idx):
             rows = common = span.rows(tokens)
             if not self._shares:
@@ -322,20 +348,18 @@ class SequenceKV:
                 common = rows // PAGE_ROWS * PAGE_ROWS
             if common:
                 shared.append(replace(span, filled=common, grows=False))
-            for head, *pair in zip(range(span.head, span.heads.stop), span.keys, span.values, strict=True):
-                count, first = rest.get(head, (0, ()))
-                views = tuple(each[common:rows] for each in pair)
-                if count:
-                    views = tuple(torch.cat(both) for both in zip(first, views, strict=True))
-                rest[head] = count + rows - common, views
-        counts = [rest[head][0] if head in rest else 0 for head in range(shape.num_kv_heads)]
+            copied.append((span, common, rows))
+            for head in range(span.head, span.heads.stop):
+                counts[head] += rows - common
         stop = self.capacity if self.is_last else max(tokens, self.stop)
-        own = self._reserve(counts, shape, stop - tokens, tokens)
-        for span in own:
-            for head in range(len(span.keys)):
-                if count := counts[span.head + head]:
-                    for to, rows_of in zip((span.keys, span.values), rest[span.head + head][1], strict=True):
-                        to[head, :count] = rows_of
+        own, filled = self._reserve(counts, shape, stop - tokens, tokens), [0] * shape.num_kv_heads
+        for span, common, rows in copied if any(counts) else ():
+            for head in range(span.head, span.heads.stop):
+                at, filled[head] = filled[head], filled[head] + rows - common
+                for mine in own:
+                    if mine.head <= head < mine.heads.stop:
+                        for to, each in zip(mine.views, (span.keys, span.values), strict=True):
+                            to[head - mine.head, at : filled[head]] = each[head - span.head, common:rows]
         for span in shared:
             span.block.hold()
         if layer_idx in parent.ragged:

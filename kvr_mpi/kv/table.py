@@ -27,11 +27,12 @@ class PageTable:
     slots : largest number of sequences.
     width : largest number of pages of a unit.
     is_complete : whether every unit of every sequence has rows.
+    moves : `Pool.moves` when it was filled.
     """
 
     def __init__(self, sequence: SequenceKV, slots: int, width: int, *, is_complete: bool) -> None:
         self.pool, self.shapes, device = sequence.pool, sequence.shapes, sequence.pool.device
-        self.slots, self.width, self.is_complete = slots, width, is_complete
+        self.slots, self.width, self.is_complete, self.moves = slots, width, is_complete, -1
         units = [slots * shape.num_kv_heads for shape in self.shapes]
         total = sum(units)
         self._numbers = torch.zeros(total * (COLUMNS + width), dtype=torch.int32, device=device)
@@ -61,6 +62,7 @@ class PageTable:
 
     def fill(self, sequences: Sequence[SequenceKV]) -> None:
         """Replace the sequences by others that need no larger sizes; units without rows have a dummy page."""
+        self.moves = self.pool.moves
         tables, columns = list[np.ndarray](), list[np.ndarray]()
         for layer_idx, (shape, many) in enumerate(zip(self.shapes, self._units, strict=True)):
             dims = shape.key_dim, shape.value_dim
@@ -75,7 +77,7 @@ class PageTable:
                     capacity, filled, heads = span.keys.shape[1], span.filled, np.arange(len(span.keys))
                     units = slot * shape.num_kv_heads + span.head + heads
                     count = pages_for(capacity if span.grows else filled)
-                    first = span.row + heads * capacity
+                    first = span.block.row + span.at + heads * capacity
                     for unit, at, row in zip(units, used[span.heads], first, strict=True):
                         table[unit, at : at + count] = row // PAGE_ROWS + np.arange(count)
                         table[unit, at + count :] = table[unit, 0]  # padding, which is never read

@@ -6,7 +6,7 @@ example.
 
 Ranks of a tensor-parallel group load slices, so no rank holds a whole divided matrix. A rank's part is a model of the
 same architecture with fewer heads, a narrower MLP and a smaller vocabulary. Ranks that share heads hold the whole model
-and cut it (`shared_heads`).
+and cut it (``fairkv.shared_heads``).
 """
 
 from __future__ import annotations

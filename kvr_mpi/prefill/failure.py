@@ -24,7 +24,7 @@ import torch
 
 from kvr_mpi.errors import NOT_NOW, AgreementError, DataError, UnavailableError, record_error
 from kvr_mpi.kv.chain import SliceRow
-from kvr_mpi.kv.transfers import LayerTransfers, PromptTransfers
+from kvr_mpi.kv.relay import LayerTransfers, PromptTransfers
 from kvr_mpi.model.tp_group import TensorParallelGroup, guarded
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.forwarder import Transfer

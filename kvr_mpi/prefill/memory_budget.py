@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_leaves
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.chain import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
+from kvr_mpi.kv.relay import Route, relay, total_tokens
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import Route, total_tokens
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, why_no_chunks
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport.local import PretendedChain
 
 # Layers to count: all layers have the same activations, and the first layer's are freed before the second runs.

@@ -19,10 +19,9 @@ from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError, PartitionError
 from kvr_mpi.kv.chain import Retain, SliceRow, WriteLayer
 from kvr_mpi.kv.pool import Pool
+from kvr_mpi.kv.relay import MakeRoute, PromptTransfers, relay, total_tokens
 from kvr_mpi.kv.rolling import Rolling
-from kvr_mpi.kv.route import MakeRoute, total_tokens
 from kvr_mpi.kv.sequence import SequenceKV
-from kvr_mpi.kv.transfers import PromptTransfers
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.layer_chunks import UnreadError, cut_layers
@@ -30,7 +29,6 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, agree, attempt, complete_transfers, describe_failure, digest_of
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder

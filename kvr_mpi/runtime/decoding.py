@@ -11,8 +11,6 @@ from dataclasses import asdict, replace
 from kvr_mpi.costs.decoding import DecodeChoice, Wave, choose_decoding
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import Group
-from kvr_mpi.decode.head_parallel import HeadGroup
-from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.decoder import Decoder
@@ -44,7 +42,7 @@ def choose_modes(
         elif wanted == "head-parallel" and choice.mode != wanted:
             logger.info(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
         if choice.mode == "head-parallel":
-            assert isinstance(setup.sharing, HeadSharing)
+            assert not isinstance(setup.sharing, str | None)
             logger.info(f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)})")
     return choices
 
@@ -62,8 +60,9 @@ def _choose(setup: JobSetup, part: Round, chain: Transport) -> DecodeChoice:
         return DecodeChoice(mode, "the job asks for it")
     assert setup.sharing is not None and setup.costs is not None, "what decides is opened and measured"
     wave = _usual_wave(setup, part)
-    measured_s = measure_decoding(setup.loaded, chain, wave.documents, setup.sharing.placing(chain.size))
-    return choose_decoding(setup.costs, wave, setup.sharing.efficiency(size), measured_s)
+    sharing = setup.sharing
+    measured_s = measure_decoding(setup.loaded, chain, wave.documents, lambda: sharing.group(setup.loaded, chain))
+    return choose_decoding(setup.costs, wave, sharing.efficiency(size), measured_s)
 
 
 def _usual_wave(setup: JobSetup, part: Round) -> Wave:
@@ -91,8 +90,8 @@ def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choi
     if setup.spec.is_spread:
         group: Group = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":
-        assert isinstance(setup.sharing, HeadSharing), "without it, ranks decode separately"
-        group = HeadGroup(setup.loaded, chain, setup.sharing.placing(chain.size), setup.pool)
+        assert not isinstance(setup.sharing, str | None), "without it, ranks decode separately"
+        group = setup.sharing.group(setup.loaded, chain, setup.pool)
     else:
         return context
     return replace(context, decoder=Decoder(setup, context.sink, context.stop, context.trace, group))

@@ -8,16 +8,14 @@ from dataclasses import replace
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates, equal_time
-from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.kv.chain import LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.pool import PAGE_ROWS
-from kvr_mpi.kv.route import Route
+from kvr_mpi.kv.relay import Route, relay, relays
 from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
-from kvr_mpi.prefill.routes import relay, relays
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner, shard_of
 from kvr_mpi.runtime.plan import Plan, Way
@@ -41,7 +39,7 @@ class Planner:
         self._ranks = slice(self.first_rank, self.first_rank + size)
         self._free_bytes, self._rates = setup.free_bytes[self._ranks], setup.rates[self._ranks]
         self._efficiency: float | None = None  # of sharing heads
-        if shares_heads and isinstance(setup.sharing, HeadSharing):
+        if shares_heads and setup.sharing is not None and not isinstance(setup.sharing, str):
             self._efficiency = setup.sharing.efficiency(size)
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
@@ -88,7 +86,7 @@ class Planner:
         if not pool.is_paged:
             return need + held <= free
         own = int(pool.nbytes / max(1, self._setup.free_bytes[self.first_rank]) * free)  # as large a share on all ranks
-        return rows + held + (pool.lost_bytes if held else 0) <= own and need - rows <= free - own
+        return rows + held <= own and need - rows <= free - own
 
     def fits_shared(self, held_bytes: Sequence[int], largest: int) -> bool:
         """Whether the rows of all prompts can be distributed if ranks share heads to decode them; else True.

@@ -22,13 +22,13 @@ from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import EVEN, JobSpec
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, ModelShape
 from kvr_mpi.model.tensor_parallel import part_config, part_of
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, choose_chunks, footprint_of
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.schedule.history import LEAST_S, History, expected_tokens
 from kvr_mpi.schedule.placement import SecondsOf
 from kvr_mpi.tuning.identity import model_identity

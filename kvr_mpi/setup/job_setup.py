@@ -13,8 +13,7 @@ from kvr_mpi.compress.compression import Compression
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.group import Group
-from kvr_mpi.decode.placing import HeadSharing
+from kvr_mpi.decode.group import Group, HeadSharing
 from kvr_mpi.decode.repetition import Penalties
 from kvr_mpi.documents.chat import is_dated
 from kvr_mpi.documents.encoding import encode_text
@@ -102,7 +101,7 @@ class JobSetup:
     @property
     def decodes_together(self) -> bool:
         """Whether the ranks of a chain communicate while they decode."""
-        return self.spec.is_spread or isinstance(self.sharing, HeadSharing)
+        return self.spec.is_spread or not isinstance(self.sharing, str | None)
 
     @property
     def frame(self) -> Frame:

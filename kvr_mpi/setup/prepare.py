@@ -20,17 +20,19 @@ from transformers import GenerationConfig
 from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
-from kvr_mpi.decode.placing import HeadSharing, open_sharing
+from kvr_mpi.decode.group import HeadSharing
 from kvr_mpi.decode.sampling import describe_generation, ends_of, make_generation_config
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import ConfigError, ModelError, counted
+from kvr_mpi.fairkv.sharing import open_sharing
 from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.logs import RankLogger
@@ -39,13 +41,11 @@ from kvr_mpi.model.adapter import with_adapter
 from kvr_mpi.model.kernels import kernel_bytes, kernels_of, name_ways
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.shape import logits_width
-from kvr_mpi.model.shared_heads import shared_bytes
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix, own_pool
 from kvr_mpi.prefill.packed import PACK_TOKENS
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.style import bytes_text
@@ -131,7 +131,7 @@ def prepare(
         footprint = check_together(partial(_footprint_of, loaded, *longest, min(free_bytes)))
     if in_pages:  # into which prefixes are copied
         pool = check_together(partial(_make_pool, loaded, sum(longest), footprint, free_bytes[ranks.lane.rank]))
-    is_chosen = spec.decode.mode == "auto" and isinstance(sharing, HeadSharing)
+    is_chosen = spec.decode.mode == "auto" and not isinstance(sharing, str | None)
     costs = measured_costs(loaded, world, logger) if world.size > 1 and (spec.planned or is_chosen) else None
     rates: list[Rates] = []
     if spec.parallel.partition == EQUAL_TIME and costs is not None:
@@ -395,7 +395,7 @@ def _room(spec: JobSpec, loaded: LoadedModel, ranks: JobRanks, sharing: HeadShar
     if spec.parallel.memory_gib is not None:
         return [int(spec.parallel.memory_gib * GIB)] * ranks.lane.size
     sharers = ranks_on_device(ranks.world, loaded.device)
-    part = shared_bytes(loaded) if isinstance(sharing, HeadSharing) else 0
+    part = 0 if isinstance(sharing, str | None) else sharing.extra_bytes(loaded)
     mine = max(0, int(MEMORY_SHARE[loaded.device.type] * free_bytes(loaded.device, sharers)) - part)
     return least_of_each(share_json(ranks.world, gather_json(ranks.world, mine)), ranks.lane.size)
 

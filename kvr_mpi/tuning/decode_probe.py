@@ -20,7 +20,6 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
-from kvr_mpi.decode.head_parallel import HeadGroup, PlaceHeads
 from kvr_mpi.kv.row import Row
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
@@ -40,8 +39,12 @@ LONG_DOCUMENTS, LONG_TOKENS = 2, 1024
 ATTENTION_REPEATS = 5
 
 
-def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, place: PlaceHeads) -> tuple[float, float]:
+def measure_decoding(
+    loaded: LoadedModel, chain: Transport, documents: int, make_group: Callable[[], Group]
+) -> tuple[float, float]:
     """Measure a step of short documents in both modes; every rank of the chain calls this and gets the same result.
+
+    make_group : makes the group of ranks that share heads.
 
     Returns the median seconds of the slowest rank: data-parallel and head-parallel.
     """
@@ -59,7 +62,7 @@ def measure_decoding(loaded: LoadedModel, chain: Transport, documents: int, plac
         batch.begin()
         return _step_seconds(chain, batch.step, loaded.device)
 
-    return time_step(None), time_step(HeadGroup(loaded, chain, place))
+    return time_step(None), time_step(make_group())
 
 
 @torch.inference_mode()

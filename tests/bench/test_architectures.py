@@ -20,8 +20,8 @@ from benchmarks.architectures import (
 )
 from benchmarks.architectures import judge as judge_entry
 from benchmarks.catalogue_table import BEGIN, END
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.routes import relay
 
 pytestmark = pytest.mark.slow
 PAGE = ROOT / "docs" / "how-it-works.md"

@@ -17,12 +17,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from constants import Kvr
+from kvr_mpi.report.log import Log
 from made_runs import COLUMNS, HEADER, NAMES, SHOWN, example_records, kv_in, record, take, write, write_run
 
 from kvr_mpi.cli import group
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, OutputError
-from kvr_mpi.report.log import Log
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.store.lock import read_lock
 from kvr_mpi.store.record import Record

@@ -20,12 +20,12 @@ from kvr_mpi.compress.registry import FLOOR, METHODS, adakv_counts, pyramidkv_we
 from kvr_mpi.compress.scores import KERNEL, recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 

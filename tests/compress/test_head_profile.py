@@ -21,7 +21,8 @@ from benchmarks.placement import (
     place_with_copies,
 )
 from kvr_mpi.compress.head_profile import counts_from_gates, counts_from_scores, read_profile
-from kvr_mpi.compress.placement import (
+from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, DataError
+from kvr_mpi.fairkv.placement import (
     LayerPlacement,
     place_best_effort,
     place_in_proportion,
@@ -29,7 +30,6 @@ from kvr_mpi.compress.placement import (
     place_statically,
     place_with_equal_copies,
 )
-from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK, DataError
 
 
 def scores_file(path: Path, layers: int = 4, heads: int = 8) -> np.ndarray[Any, Any]:

@@ -12,12 +12,12 @@ from models import prompt
 from rows import alone, batch_of, count_down, finish, ready, run_out_at, spread
 from torch.overrides import TorchFunctionMode
 
-from kvr_mpi.compress.placement import place_in_proportion
 from kvr_mpi.decode.group import BatchEntry, Group
-from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.errors import AgreementError
+from kvr_mpi.fairkv.group import HeadGroup
+from kvr_mpi.fairkv.placement import place_in_proportion
 from kvr_mpi.kv.chain import layer_kv
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.transport import Transport

@@ -16,7 +16,10 @@ from models import COMMON, CONFIGS, STATES, WHOLE, random_model, tiny
 from rows import alone, batch_of, finish, other_prompt
 
 from benchmarks.kept import keep_only
-from kvr_mpi.compress.placement import (
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.fairkv.group import HeadGroup
+from kvr_mpi.fairkv.placement import (
     HeadPiece,
     LayerPlacement,
     assign_rows,
@@ -25,13 +28,10 @@ from kvr_mpi.compress.placement import (
     place_statically,
     place_with_equal_copies,
 )
-from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.head_parallel import HeadGroup
-from kvr_mpi.decode.placing import HeadSharing, open_sharing
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.fairkv.shared_heads import why_not_shared
+from kvr_mpi.fairkv.sharing import PlacedHeads, open_sharing
 from kvr_mpi.job.spec import DecodeSection
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.shared_heads import why_not_shared
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
@@ -231,7 +231,7 @@ def test_rows_of_a_copied_head_come_near_its_pieces() -> None:
 )
 def test_three_equal_heads_on_ranks_that_do_not_divide_them(placement: Any, ranks: int, efficiency: float) -> None:
     settings = DecodeSection(mode="head-parallel", placement=placement)
-    found = HeadSharing(settings, layers=2, kv_heads=3)
+    found = PlacedHeads(settings, layers=2, kv_heads=3)
     assert found.efficiency(ranks) == pytest.approx(efficiency, abs=1e-3)
     assert found.placing(ranks)([1.0, 1.0, 1.0], ranks).copies <= ranks - 1
     assert placement in found.describe(ranks)

@@ -12,12 +12,12 @@ import torch
 from models import prompt
 from rows import alone, batch_of, count_down, finish, ready, run_out_at, spread, tokens_of
 
-from kvr_mpi.compress.placement import place_in_proportion, place_statically
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import BatchEntry, Group
-from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
 from kvr_mpi.documents.document import OwnGeneration
+from kvr_mpi.fairkv.group import HeadGroup
+from kvr_mpi.fairkv.placement import place_in_proportion, place_statically
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition

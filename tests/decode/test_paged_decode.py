@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -24,11 +23,12 @@ from rows import (
     pages_of,
     pages_read,
     ready,
+    tokens_of,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.tiny import shrink
-from kvr_mpi.kv.pool import PAGE_ROWS, Block
+from kvr_mpi.kv.pool import PAGE_ROWS, Block, Pool, pages_for
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.kv.table import PageTable
 from kvr_mpi.partition import Partition
@@ -129,19 +129,55 @@ def test_after_a_chain_the_last_rank_alone_has_pages() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "hold", "release"]), st.integers(1, 700)), max_size=40))
 def test_random_lives_of_blocks_lose_and_overlap_nothing(actions: list[tuple[str, int]]) -> None:
+    """There is room as long as enough pages are free, wherever they are: then blocks move, with what they hold."""
     loaded = tiny("llama-gqa")
     pool, held = pages_of(loaded, 3), list[Block]()
     for action, number in actions:
         if action == "allocate":
-            with suppress(MemoryError):
-                held.append(pool.allocate((8, 8), number))
+            free = pool.nbytes - sum(2 * 8 * 4 * PAGE_ROWS * pages_for(len(block.keys)) for block in set(held))
+            if 2 * 8 * 4 * PAGE_ROWS * pages_for(number) > free:
+                with pytest.raises(MemoryError):
+                    pool.allocate((8, 8), number)
+                continue
+            held.append(pool.allocate((8, 8), number))
+            for rows in (held[-1].keys, held[-1].values):
+                rows.copy_(torch.arange(rows.numel()).view(rows.shape) + 1000 * number)
         elif held and action == "hold":
             held.append(held[number % len(held)].hold())
         elif held:
             held.pop(number % len(held)).release()
         pool.check_integrity(held)
+        for block in held:
+            for rows in (block.keys, block.values):
+                assert torch.equal(rows.flatten() - rows[0, 0], torch.arange(float(rows.numel())))
+                assert rows[0, 0] == 1000 * len(rows)
     for block in held:
         block.release()
     assert not pool.taken_bytes
     with pytest.raises(AssertionError, match="has 1 holders, 0 of them known"):
         (pool.allocate((8, 8), 5), pool.check_integrity([]))
+
+
+def test_answers_do_not_change_when_their_rows_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long document comes when as many pages are free as it needs, between those of short ones."""
+    loaded = ready("llama-gqa")
+
+    def run(pool: Pool) -> dict[Any, tuple[int, ...]]:
+        batch, gone = batch_of(loaded, NEW_TOKENS), []
+        for tokens in range(100, 108):
+            (prefill,) = prefill_packed(loaded, [other_prompt(tokens)], reserve_tokens=NEW_TOKENS, pool=pool)
+            if tokens % 2:
+                gone.append(prefill)
+            else:
+                batch.add(tokens, prefill, other_prompt(tokens), 0)
+        batch.step()
+        for prefill in gone:
+            prefill.release()
+        (prefill,) = prefill_packed(loaded, [other_prompt(900)], reserve_tokens=NEW_TOKENS, pool=pool)
+        batch.add(900, prefill, other_prompt(900), 0)
+        check_integrity(pool, *(one.cache for one in batch.prefills))
+        return tokens_of(finish(batch))
+
+    with pages_read(monkeypatch) as watched:
+        pool = pages_of(loaded, 8)
+        assert run(pool) == run(own_pool(loaded)) and pool.moves == 1 and watched.paged_calls

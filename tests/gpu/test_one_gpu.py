@@ -22,6 +22,7 @@ from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv import attention, flex
 from kvr_mpi.kv.attention import AttentionParams, attend
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel, probe_shape
@@ -31,7 +32,6 @@ from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.setup import prepare

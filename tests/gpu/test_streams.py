@@ -19,9 +19,9 @@ from rows import alone, batch_of, spread
 from test_nccl import on_gpus
 from test_one_gpu import model_of
 
-from kvr_mpi.compress.placement import place_in_proportion
-from kvr_mpi.decode.head_parallel import HeadGroup
 from kvr_mpi.decode.token_parallel import TokenGroup
+from kvr_mpi.fairkv.group import HeadGroup
+from kvr_mpi.fairkv.placement import place_in_proportion
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr

@@ -16,13 +16,12 @@ from models import VOCAB, prompt, tiny
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import chain
-from kvr_mpi.kv.route import in_two_groups
+from kvr_mpi.kv.relay import in_two_groups, relay, relays
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import self_check
 from kvr_mpi.prefill.memory_budget import choose_chunks, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr
-from kvr_mpi.prefill.routes import relay, relays
 from kvr_mpi.prefill.self_check import check_chunks
 
 

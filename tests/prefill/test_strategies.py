@@ -17,12 +17,12 @@ from models import STATES, VOCAB, WHOLE, prompt, tiny
 from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv import buffers
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, continued, differences, error_share, first_difference
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local

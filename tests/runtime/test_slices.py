@@ -14,14 +14,14 @@ from made_tables import a_table
 
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.costs.solve import Rates
-from kvr_mpi.decode.placing import HeadSharing
 from kvr_mpi.errors import DocumentError, PartitionError
+from kvr_mpi.fairkv.sharing import PlacedHeads
 from kvr_mpi.job.spec import DecodeSection
+from kvr_mpi.kv.relay import relays
 from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
-from kvr_mpi.prefill.routes import relays
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
@@ -100,7 +100,7 @@ def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:
     [
         ({}, 5 + 4),
         (
-            {"pool": SimpleNamespace(is_paged=True, nbytes=5000, lost_bytes=0)},
+            {"pool": SimpleNamespace(is_paged=True, nbytes=5000, page_bytes=0)},
             44 + 5 + 4,
         ),  # of 300 tokens one page is shared, the rest copied
         ({"loaded": SimpleNamespace(attends_in_parts=False)}, 305 + 4),  # a model's own attention needs a copy
@@ -136,7 +136,7 @@ def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
 
 def test_memory_to_distribute_heads_is_planned() -> None:
     """Each rank's part of all prompts, and another prompt on the way; of three heads, one of two ranks gets two."""
-    sharing = HeadSharing(DecodeSection(mode="head-parallel", placement="static"), layers=2, kv_heads=3)
+    sharing = PlacedHeads(DecodeSection(mode="head-parallel", placement="static"), layers=2, kv_heads=3)
     chain = chain_of(2, free_bytes=[1000, 1000], sharing=sharing)
     planner = Planner(chain, SILENT, shares_heads=True)
     assert planner.fits_shared([600, 600], 200) and not planner.fits_shared([600, 600], 201)

@@ -18,11 +18,11 @@ from kvr_mpi.compress.planned_drop import planned_drop
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.relay import relay
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of, ranks_that_fit
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.prefill.routes import relay
 from kvr_mpi.setup import host_memory as memory
 from kvr_mpi.setup import prepare
 from kvr_mpi.transport.local import run_local

@@ -9,10 +9,11 @@ import pytest
 import torch
 from models import STATES, tiny
 
-from kvr_mpi.compress.placement import place_statically
 from kvr_mpi.costs.costmodel import chain_seconds
 from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.costs.workload import workload_of
+from kvr_mpi.fairkv.group import HeadGroup
+from kvr_mpi.fairkv.placement import place_statically
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -130,7 +131,10 @@ def test_ranks_agree_and_attention_to_long_documents_is_that_of_caches_of_their_
     """Of attention times are as counted here: a second for each token that is attended to in a layer."""
     loaded, attended = tiny("llama-gqa"), list[int]()
     prepare_model(loaded.model, chain=True)
-    found = run_local(2, lambda rank: decode_probe.measure_decoding(loaded, rank, 3, place_statically))
+    found = run_local(
+        2,
+        lambda rank: decode_probe.measure_decoding(loaded, rank, 3, lambda: HeadGroup(loaded, rank, place_statically)),
+    )
     assert found[0] == found[1] and min(found[0]) > 0
 
     def count(of: Any, caches: Any, ranks: Any) -> list[float]:

@@ -1,6 +1,6 @@
 """The section ``[decode]`` of a job applied to a model: where heads are placed, or why they cannot be distributed.
 
-Makes the placement function that `head_parallel` uses.
+The core meets FairKV here only: `setup.prepare` opens it, and everything else knows a `decode.group.HeadSharing`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from kvr_mpi.compress.placement import (
+from kvr_mpi.errors import ConfigError
+from kvr_mpi.fairkv.group import HeadGroup, PlaceHeads, why_not_head_parallel
+from kvr_mpi.fairkv.placement import (
     place_best_effort,
     place_in_proportion,
     place_layers,
@@ -18,14 +20,15 @@ from kvr_mpi.compress.placement import (
     place_with_equal_copies,
     sync_efficiency,
 )
-from kvr_mpi.decode.head_parallel import PlaceHeads, why_not_head_parallel
-from kvr_mpi.errors import ConfigError
+from kvr_mpi.fairkv.shared_heads import shared_bytes
 from kvr_mpi.job.spec import DecodeSection
+from kvr_mpi.kv.pool import Pool
 from kvr_mpi.model import LoadedModel, ModelShape
+from kvr_mpi.transport import Transport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeadSharing:
+class PlacedHeads:
     """How heads are distributed over ranks.
 
     layers, kv_heads : of the model.
@@ -45,6 +48,14 @@ class HeadSharing:
         }
         return ways[self.settings.placement]
 
+    def group(self, loaded: LoadedModel, ranks: Transport, pool: Pool | None = None) -> HeadGroup:
+        """Make the group of some ranks (`HeadGroup`)."""
+        return HeadGroup(loaded, ranks, self.placing(ranks.size), pool)
+
+    def extra_bytes(self, loaded: LoadedModel) -> int:
+        """Maximum bytes of weights that a rank needs in addition to the model (`shared_bytes`)."""
+        return shared_bytes(loaded)
+
     def efficiency(self, ranks: int) -> float:
         """Forecast the fraction of time in which ranks attend, for heads of equal size."""
         return sync_efficiency(place_layers(np.ones((self.layers, self.kv_heads)), ranks, self.placing(ranks)))
@@ -56,7 +67,7 @@ class HeadSharing:
         return f"{self.settings.placement}{copied}{by}"
 
 
-def open_sharing(settings: DecodeSection, loaded: LoadedModel, why_not: str | None) -> HeadSharing | str | None:
+def open_sharing(settings: DecodeSection, loaded: LoadedModel, why_not: str | None) -> PlacedHeads | str | None:
     """Prepare a placement for a model, or return why that is not possible; None if the job does not ask for it.
 
     why_not : a reason that is known already: another setting of the job, or why this model does not run packed.
@@ -76,6 +87,6 @@ def open_sharing(settings: DecodeSection, loaded: LoadedModel, why_not: str | No
     return placement_of(settings, loaded.shape)
 
 
-def placement_of(settings: DecodeSection, shape: ModelShape) -> HeadSharing:
+def placement_of(settings: DecodeSection, shape: ModelShape) -> PlacedHeads:
     """Prepare a placement for models of a shape, whose layers are all alike."""
-    return HeadSharing(settings, len(shape.layers), shape.layers[0].num_kv_heads)
+    return PlacedHeads(settings, len(shape.layers), shape.layers[0].num_kv_heads)

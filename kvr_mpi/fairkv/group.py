@@ -1,9 +1,9 @@
 """Head-parallel decoding, as in FairKV: all ranks decode the documents of all ranks, each some of the heads.
 
 After the prefill, a document's keys and values are on one rank, its home. They are distributed by (document, KV head)
-according to a placement (``compress.placement``), made from the tokens that heads actually keep. All ranks step in
+according to a placement (``placement``), made from the tokens that heads actually keep. All ranks step in
 lockstep (a `DecodeBatch` of a `HeadGroup`): each computes its heads' part of attention and of the output projection,
-and a share of the MLP and of the vocabulary, with two all-reduces per layer (``model.shared_heads``). Weights do not
+and a share of the MLP and of the vocabulary, with two all-reduces per layer (``shared_heads``). Weights do not
 move, since every rank has all of them from the prefill.
 
 A single document cannot be divided among copies of a head. Then every rank holds a part of each head's tokens instead
@@ -20,16 +20,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvr_mpi.compress.placement import LayerPlacement, Owners, assign_rows, place_layers
 from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.errors import ModelError
+from kvr_mpi.fairkv.placement import LayerPlacement, Owners, assign_rows, place_layers
+from kvr_mpi.fairkv.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.kv.attention import PartialAttention, gather_parts, merge_gathered
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.row import Merge
 from kvr_mpi.kv.sequence import Pair, SequenceKV
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.rope import begins_anew_at
-from kvr_mpi.model.shared_heads import SharedHeads, why_not_shared
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.finite import NOT_FINITE
