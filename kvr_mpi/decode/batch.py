@@ -68,7 +68,7 @@ class DecodeBatch:
         say: Say = lambda line: None,
         penalties: Penalties = NO_PENALTIES,
         stop_repetition: bool = False,
-        uses_lookup: bool = True,
+        uses_lookup: bool = False,
     ) -> None:
         self._loaded, self.group = loaded, Group(loaded) if group is None else group
         grammars = Grammars(loaded.tokenizer, ends_of(config))
@@ -300,7 +300,7 @@ class DecodeBatch:
             self.decoded.steps += len(row)
             self.decoded.tokens += sum(map(len, chosen))
             self.decoded.drafted += sum(map(len, drafted))
-            for document, tokens in zip(row, chosen, strict=True):
+            for document in row:
                 document.rank_s += (1 if ranks is None else ranks.size) * seconds / len(row)
                 if document.writing is not None:
                     document.writing.steps += 1

@@ -100,9 +100,7 @@ class Group:
     @property
     def why_no_drafts(self) -> str | None:
         """Why no step runs several tokens of a prompt; None if steps may."""
-        if self.loaded.tp_group is not None:
-            return "the ranks of a tensor-parallel group have to run the same tokens"
-        return "its recurrent states cannot be taken back" if self.loaded.shape.has_states else None
+        return why_no_drafts(self.loaded)
 
     def most_drafts(self, document: BatchEntry) -> int:
         """Return the largest number of drafted tokens of a prompt in its next step."""
@@ -196,7 +194,7 @@ class Group:
         return self._rows[members]
 
     def _run_alone(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
-        """Return logits (tokens, vocab_size) after the last token of each prompt and its draft, computed by this rank."""
+        """Return logits (tokens, vocab_size) after each prompt's last token and its draft, computed by this rank."""
         drafts = drafts or [()] * len(documents)
         writings = [each.writing for each in documents if each.writing is not None]
         # transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`).
@@ -236,6 +234,13 @@ class Group:
         self.forget_rows()
         assert anew.logits is not None
         return anew.logits
+
+
+def why_no_drafts(loaded: LoadedModel) -> str | None:
+    """Return why no step of a rank that decodes alone runs several tokens of a prompt; None if steps may."""
+    if loaded.tp_group is not None:
+        return "the ranks of a tensor-parallel group have to run the same tokens"
+    return "recurrent states cannot be taken back" if loaded.shape.has_states else None
 
 
 def held_bytes(prefills: Sequence[Prefill], document: SequenceKV | None = None) -> int:

@@ -121,11 +121,13 @@ class StepTimes:
             tokens += gain
             if rows in self.BOUNDS or rows == documents + len(gains):
                 key = self._key(documents, rows)
-                # What was not measured is tried: it takes at least as long as fewer rows.
-                if self._is_known(key):
+                # What was not measured may take as long as fewer rows. It is tried, but not together with more rows.
+                if is_known := self._is_known(key):
                     seconds = max(seconds, min(self._seconds[key]))
                 if tokens / seconds > best:
                     best, chosen = tokens / seconds, rows - documents
+                if not is_known:
+                    break
         return chosen
 
     def plain(self, documents: int) -> float | None:
@@ -184,7 +186,9 @@ class Candidate:
     def gains(self) -> Iterable[float]:
         """For each token the probability that it and all before it are chosen, while that is worth considering."""
         chances = (self.acceptance.chance(self.matched + at) for at in range(len(self.tokens)))
-        return itertools.takewhile(lambda chance: chance > LEAST_CHANCE, itertools.accumulate(chances, lambda a, b: a * b))
+        return itertools.takewhile(
+            lambda chance: chance > LEAST_CHANCE, itertools.accumulate(chances, lambda a, b: a * b)
+        )
 
     def learn(self, chosen: Sequence[int]) -> None:
         """Compare with the tokens that were chosen."""

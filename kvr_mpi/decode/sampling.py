@@ -1,7 +1,7 @@
 """Choice of the next token, and the end of an answer.
 
-The settings are transformers': a `GenerationConfig` and its logits processors. A `DecodeBatch` computes the logits of all
-documents at once; a `DecodeSequence` makes one document's answer from them.
+The settings are transformers': a `GenerationConfig` and its logits processors. A `DecodeBatch` computes the logits of
+all documents at once; a `DecodeSequence` makes one document's answer from them.
 """
 
 from __future__ import annotations

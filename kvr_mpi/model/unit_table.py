@@ -78,9 +78,7 @@ class UnitTable:
         first_query = (np.cumsum(queries) - queries)[self.document[begins]]
         return unit + np.repeat(begins, each), query + np.repeat(first_query, each)
 
-    def rows(
-        self, lengths: Integers, firsts: Integers | None, item_bytes: int, picks: Picks | None = None
-    ) -> Integers:
+    def rows(self, lengths: Integers, firsts: Integers | None, item_bytes: int, picks: Picks | None = None) -> Integers:
         """Return the units' table (units, 8) for queries whose documents have these lengths (queries,).
 
         Units read all rows, or those from the positions `firsts` (queries,) on.

@@ -45,7 +45,8 @@ def choose_modes(
             say(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
         if choice.mode == "head-parallel":
             assert isinstance(setup.sharing, HeadSharing)
-            say(f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)})")
+            without = "" if setup.why_no_lookup is not None else ", without prompt lookup"
+            say(f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)}){without}")
     return choices
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, STATES, WHOLE
@@ -32,6 +31,11 @@ NEW_TOKENS = 14
 LENGTHS = [5, 30, 1, 18, 16, 9]
 # Answers that an `Oracle` knows, by prompt.
 Known = dict[tuple[int, ...], list[tuple[int, ...]]]
+
+
+@functools.cache
+def why_alone(name: str) -> str | None:
+    return why_not_packed(ready(name))
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def answered(
     """Answer documents, which join at different steps."""
     made = GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config)
     options = {"stop": (), "max_new_tokens": NEW_TOKENS} | options
-    group = Group(loaded, why_alone=why_not_packed(loaded, pool))
+    group = Group(loaded, why_alone=why_alone(loaded.name))
     batch, found = DecodeBatch(loaded, made, group=group, uses_lookup=uses_lookup, **options), {}
     for at, tokens in enumerate(lengths):
         ids = other_prompt(tokens)
@@ -116,7 +120,7 @@ def essence(answer: Any) -> list[Any]:
 
 
 @pytest.mark.quick
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_any_settings_give_the_same_answers(seed: int) -> None:
     chance = random.Random(seed)
@@ -125,9 +129,7 @@ def test_any_settings_give_the_same_answers(seed: int) -> None:
         return {name: value for name, value in values.items() if chance.random() < 0.4}
 
     loaded = ready(chance.choice(["llama-gqa", "mistral-window", "gpt2"]))
-    config = some(
-        repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=5, eos_token_id=chance.randrange(190)
-    )
+    config = some(repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=5, eos_token_id=chance.randrange(190))
     if chance.random() < 0.7:
         config |= {"do_sample": True, "temperature": chance.choice([0.05, 0.7, 1.5])}
         config |= some(top_p=0.9, top_k=20, min_p=0.02)
@@ -175,3 +177,70 @@ def test_what_occurred_before_is_drafted() -> None:
     assert draft(5, 7, 7, most=4) == (1, [7, 7, 7, 7]), "repetitions go on"
     assert draft(1, 2) == draft(4) == draft(7, 7, most=0) == (0, [])
     assert draft(*range(20), *range(20), most=5) == (8, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_drafts_are_slots_of_pages(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps are padded to their sizes."""
+    loaded, lengths = ready("llama-gqa"), [5, 250, 1, 250]
+    graphs = steps_recorded(monkeypatch) if is_recorded else []
+    with pages_read(monkeypatch):
+        pool = pages_of(loaded, 64)
+        assert compared(loaded, {}, lengths=lengths, pool=pool) > 0
+    assert bool(graphs) == is_recorded and all(graph.replays for graph in graphs[:1])
+
+
+def test_a_step_that_does_not_fit_runs_without_drafts() -> None:
+    loaded, sizes = ready("llama-gqa"), list[int]()
+
+    def crowded(module: Any, inputs: Any) -> None:
+        sizes.append(inputs[0].shape[1])
+        if sizes[-1] > 8:
+            raise MemoryError("too many rows")
+
+    layer = loaded.model.model.layers[1]
+    handle = layer.register_forward_pre_hook(crowded)
+    try:
+        compared(loaded, {}, lengths=[5, 7])
+    finally:
+        handle.remove()
+    fitting = [size for size in sizes if size <= 8]
+    assert len(sizes) > len(fitting) > 20
+    assert len(sizes) - len(fitting) <= 5, "later steps have fewer rows"
+
+
+def times(documents: int, gains: Sequence[float], seconds: Any, steps: int = 200) -> list[int]:
+    """The drafts of steps that take so many seconds by their rows."""
+    found, chosen = StepTimes(), list[int]()
+    for _ in range(steps):
+        chosen.append(found.choose(documents, gains))
+        found.see(documents, documents + chosen[-1], seconds(documents + chosen[-1]))
+    return chosen
+
+
+def test_as_many_drafts_as_save_time() -> None:
+    gains = [0.8**at for at in range(1, 15)]
+    free = times(1, gains, lambda rows: 1.0)
+    assert free.count(14) > 170, "rows that cost nothing"
+    costly = times(1, gains, float)
+    assert costly.count(0) > 190, "each row costs as much as a step"
+    lost = sum(1 + many - sum(gains[:many], 1) for many in costly)
+    assert lost < 0.03 * len(costly), "by trying"
+    some = times(8, gains, lambda rows: 1.0 if rows <= 16 else 2.0)
+    assert some.count(8) > 180
+    assert times(MOST_ROWS, gains, lambda rows: 1.0, 5) == [0] * 5
+    assert not any(times(4, [], lambda rows: 1.0))
+
+
+def test_with_nothing_to_copy_hardly_any_token_is_drafted() -> None:
+    chance = np.random.default_rng(1)
+    drafts, entries = Lookup(), [chance.integers(1000, size=2000) for _ in range(32)]
+    accepted, rows, steps = [drafts.new_acceptance() for _ in entries], 0, 60
+    for _ in range(steps):
+        candidates = [lookup.Candidate(ids, 50, one) for ids, one in zip(entries, accepted, strict=True)]
+        drafted = drafts.choose(candidates)
+        new = chance.integers(1000, size=len(entries))
+        drafts.learn(candidates, drafted, [[int(token)] for token in new], 0.1 + 0.001 * sum(map(len, drafted)))
+        entries = [np.append(ids, token) for ids, token in zip(entries, new, strict=True)]
+        rows += sum(map(len, drafted))
+    assert rows < 0.05 * steps * len(entries)
