@@ -222,7 +222,7 @@ class Row(RowCache):
             growing = [(number, span) for number, sequence in rows for span in sequence.open(at) if span.grows]
             self._growing[at] = growing
         places, tokens = list[torch.Tensor](), list[torch.Tensor]()
-        of_keys, of_values = keys[0].split(self.tokens, 1), values[0].split(self.tokens, 1)
+        of_keys, of_values = (torch.split(each[0], self.tokens, 1) for each in (keys, values))
         heads = keys.shape[1]
         for number, span in growing:
             row, token = span.filled + self.lengths[number], (of_keys[number], of_values[number])
