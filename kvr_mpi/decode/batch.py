@@ -1,8 +1,8 @@
 """Batched decoding: prompts join after their prefill, and leave when they are answered.
 
-In each step, the model runs once on a packed row with one token of each prompt. An answer does not depend on the others
-in the row: each has its own keys and values, positions, logits processors and random numbers. The batch's `group`
-defines which ranks take part, and what each of them computes.
+In each step, the model runs once on a packed row with one token of each prompt, or several (`lookup`). An answer does
+not depend on the others in the row: each has its own keys and values, positions, logits processors and random numbers.
+The batch's `group` defines which ranks take part, and what each of them computes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import BatchEntry, Group
+from kvr_mpi.decode.lookup import Candidate, Decoded, Lookup
 from kvr_mpi.decode.repetition import NO_PENALTIES, Penalties
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
@@ -52,6 +53,8 @@ class DecodeBatch:
     stop : stop strings.
     group : the ranks that decode; by default this rank alone, with packed rows.
     logger : told when rows change because of memory.
+    uses_lookup : run drafted tokens where that saves time and the group supports it.
+    decoded : counts of all steps so far.
     most_rows : largest number of prompts in a row; None unless memory was too short for all of them.
     """
 
@@ -66,6 +69,7 @@ class DecodeBatch:
         logger: RankLogger = SILENT,
         penalties: Penalties = NO_PENALTIES,
         stop_repetition: bool = False,
+        uses_lookup: bool = False,
     ) -> None:
         self._loaded, self.group = loaded, Group(loaded) if group is None else group
         grammars = Grammars(loaded.tokenizer, ends_of(config))
@@ -86,6 +90,8 @@ class DecodeBatch:
         self._aside: list[BatchEntry] = []  # no memory for their next token until another prompt leaves
         self._finished: list[BatchEntry] = []
         self._anew_at = begins_anew_at(loaded.model)
+        self._lookup = Lookup() if uses_lookup and self.group.why_no_drafts is None else None
+        self.decoded = Decoded()
         self._logger, self._why_short = logger.only(group is None or group.ranks is None or group.ranks.rank == 0), ""
         self._calm_steps, self._patience = 0, CALM_STEPS
         self.most_rows: int | None = None
@@ -151,7 +157,7 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self) -> list[BatchEntry]:
-        """Generate one token for every prompt, and return those that are finished."""
+        """Generate at least one token for every prompt, and return those that are finished."""
         if not self._running and self._aside:  # no memory for any of them: one has to finish or fail
             self._running.append(self._aside.pop(0))
         before, rows = self.most_rows, self.group.rows(self._running, self.most_rows)
@@ -272,24 +278,38 @@ class DecodeBatch:
                 allowed = "all answers" if self.most_rows is None else f"up to {self.most_rows} answers"
                 self._logger.info(f"{allowed} in a decode step again")
 
-    def _step(self, row: Sequence[BatchEntry]) -> None:
-        """Generate one token for each prompt of a row; if memory is short, split the row from now on."""
-        began = time.perf_counter()
-        logits = attempt(lambda: self.group.run(row), is_plain=row[0].prefill.is_plain)
+    def _step(self, row: Sequence[BatchEntry], *, drafts: bool = True) -> None:
+        """Generate tokens for each prompt of a row; if memory is short, split the row from now on.
+
+        drafts : run drafted tokens if that saves time.
+        """
+        began, candidates, drafted = time.perf_counter(), list[Candidate](), list[list[int]]()
+        if self._lookup is not None:
+            candidates = [self._candidate_of(document) for document in row]
+            drafted = self._lookup.choose(candidates) if drafts else []
+        logits = attempt(lambda: self.group.run(row, drafted), is_plain=row[0].prefill.is_plain)
         if not isinstance(logits, Failure):
-            for document, token in zip(row, self.group.choose(row, logits), strict=True):
-                if document.writing is not None:
-                    document.writing.write(token)
-            ranks = 1 if self.group.ranks is None else self.group.ranks.size
+            chosen, ranks = self.group.write(row, logits, drafted), self.group.ranks
+            seconds = time.perf_counter() - began
+            if self._lookup is not None:
+                self.decoded.saved_s += self._lookup.learn(candidates, drafted, chosen, seconds)
+            self.decoded.steps += len(row)
+            self.decoded.tokens += sum(map(len, chosen))
+            self.decoded.drafted += sum(map(len, drafted))
             for document in row:
-                document.rank_s += ranks * (time.perf_counter() - began) / len(row)
+                document.rank_s += (1 if ranks is None else ranks.size) * seconds / len(row)
+                if document.writing is not None:
+                    document.writing.steps += 1
             self._go_on(row, self.group.tell([self._word_of(document) for document in row]))
             return
         self.group.forget_rows()
         self.group.recorder.forget()
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(row) > 1:
+        if self._lookup is not None and any(drafted):
+            self._lookup.shrink(len(row) + sum(map(len, drafted)))
+            self._step(row, drafts=False)
+        elif len(row) > 1:
             half = self.most_rows = -(-len(row) // 2)
             self._why_short = logits.why
             self._step(row[:half])  # which may halve `most_rows` again
@@ -302,6 +322,13 @@ class DecodeBatch:
                 row[0].writing.fail(logits.explain("for its next token, even with no other document"))
             self._word_of(row[0])
             self._go_on(row, [(ENDED, 0)])
+
+    def _candidate_of(self, document: BatchEntry) -> Candidate:
+        """Look up what a prompt may copy next."""
+        assert self._lookup is not None and document.writing is not None
+        if document.acceptance is None:
+            document.acceptance = self._lookup.new_acceptance()
+        return Candidate(document.writing.ids, self.group.most_drafts(document), document.acceptance)
 
     def _word_of(self, document: BatchEntry) -> tuple[int, int]:
         """Return the next token of a prompt on its home rank; finish the prompt if that is its end.

@@ -8,12 +8,14 @@ groups. One rank of a group is the prompt's home: it chooses the prompt's tokens
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from kvr_mpi.decode.lookup import Acceptance
 from kvr_mpi.decode.sampling import Answer, DecodeSequence
 from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.kv.pool import Pool
@@ -39,6 +41,7 @@ class BatchEntry:
     fresh : the prompt's plain cache as its prefill left it, if several answers are requested; other caches are
         truncated for the next answer.
     rank_s : its share of the duration of its steps, summed over the ranks of the group.
+    acceptance : of its drafts, if the batch drafts tokens.
     """
 
     prefill: Prefill
@@ -47,6 +50,7 @@ class BatchEntry:
     writing: DecodeSequence | None = None
     fresh: Any = None
     rank_s: float = 0.0
+    acceptance: Acceptance | None = None
 
     @property
     def error(self) -> str | None:
@@ -94,8 +98,22 @@ class Group:
         groups = -(-len(packed) // (most or len(packed) or 1))
         return [packed[at::groups] for at in range(groups)] + alone
 
-    def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
-        """Run the last token of each prompt; return the input of `choose`.
+    @property
+    def why_no_drafts(self) -> str | None:
+        """Why no step runs several tokens of a prompt; None if steps may."""
+        return why_no_drafts(self.loaded)
+
+    def most_drafts(self, document: BatchEntry) -> int:
+        """Return the largest number of drafted tokens of a prompt in its next step."""
+        writing, cache = document.writing, document.prefill.cache
+        assert writing is not None, "this rank is its home"
+        if document.prefill.is_plain or cache.rolling is not None:  # these cannot be truncated
+            return 0
+        most, length = writing.room - 1, len(writing.ids)
+        return most if self._anew_at is None or length > self._anew_at else min(most, self._anew_at - length - 1)
+
+    def run(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        """Run the last token of each prompt, and its draft if there are any; return the input of `choose` or `write`.
 
         Raises `MemoryError` or `RuntimeError` on all ranks, if memory ran out on any of them; the prompts are
         unchanged.
@@ -104,7 +122,7 @@ class Group:
         before = [(sequence.length, sequence.copy_states()) for sequence in sequences]
         try:
             with guarded(self.loaded.tp_group):
-                return self._run_alone(documents)
+                return self._run_alone(documents, drafts)
         except BaseException:
             for sequence, (length, states) in zip(sequences, before, strict=True):
                 sequence.length, sequence.states = length, states
@@ -122,6 +140,26 @@ class Group:
                 chosen[at] = each.writing.choose(logits[at])
         tokens: list[int] = chosen.where(greedy != NOT_FINITE, greedy).tolist()
         return [0 if each.writing is None else token for each, token in zip(documents, tokens, strict=True)]
+
+    def write(
+        self, documents: Sequence[BatchEntry], logits: torch.Tensor, drafts: Sequence[Sequence[int]] = ()
+    ) -> list[list[int]]:
+        """Choose and write the next token of each prompt, or several if its draft is right; return what was chosen."""
+        if not any(drafts):
+            chosen = self.choose(documents, logits)
+            for document, token in zip(documents, chosen, strict=True):
+                if document.writing is not None:
+                    document.writing.write(token)
+            return [[token] for token in chosen]
+        greedy, found, first = likeliest(logits).tolist(), list[list[int]](), 0
+        for document, draft in zip(documents, drafts, strict=True):
+            rows = slice(first, first := first + 1 + len(draft))
+            assert document.writing is not None, "this rank is the home of all of them"
+            found.append(document.writing.write_drafted(logits[rows], greedy[rows], draft))
+            if draft:
+                cache: SequenceKV = document.prefill.cache
+                cache.truncate(cache.length - 1 - len(draft) + len(found[-1]))
+        return found
 
     def tell(self, words: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Distribute the decisions of the home ranks to all ranks; (0, 0) on other ranks than the home."""
@@ -156,24 +194,32 @@ class Group:
             self._rows[members] = Row([each.prefill.cache for each in documents], merge=merge)
         return self._rows[members]
 
-    def _run_alone(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
-        """Return logits (prompts, vocab_size) after the last token of each prompt, computed by this rank."""
+    def _run_alone(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+        """Return logits (tokens, vocab_size) after each prompt's last token and its draft, computed by this rank."""
+        drafts = drafts or [()] * len(documents)
         writings = [each.writing for each in documents if each.writing is not None]
         # transformers' ``generate`` would recompute the whole cache now (`begins_anew_at`).
         anew = [self._anew_at is not None and one.token_ids and len(one.ids) == self._anew_at for one in writings]
         if any(anew):
-            rows = zip(documents, writings, anew, strict=True)
-            return torch.stack(
-                [self._run_anew(each, writing) if now else self._run_alone([each])[0] for each, writing, now in rows]
+            rows = zip(documents, writings, drafts, anew, strict=True)
+            return torch.cat(
+                [
+                    self._run_anew(each, writing).unsqueeze(0) if now else self._run_alone([each], [draft])
+                    for each, writing, draft, now in rows
+                ]
             )
-        last = [each.last_token for each in documents]
+        new = [[each.last_token, *draft] for each, draft in zip(documents, drafts, strict=True)]
+        last, counts = list(itertools.chain.from_iterable(new)), list(map(len, new))
         if documents[0].prefill.is_plain:
             token = torch.tensor([last], device=self.loaded.device)
             return run_model(self.loaded.model, token, documents[0].prefill.cache)
         if self._why_alone is None:
-            return self.recorder.run(self._row_of(documents), last)
-        row = Row([documents[0].prefill.cache])
-        logits = run_row(self.loaded, row, last)
+            row = self._row_of(documents)
+            if row.tokens != counts:
+                row.take(counts)
+            return self.recorder.run(row, last)
+        row = Row([documents[0].prefill.cache], counts)
+        logits = run_row(self.loaded, row, last, torch.arange(len(last), device=self.loaded.device))
         row.advance()
         return logits
 
@@ -205,6 +251,13 @@ class HeadSharing(Protocol):
 
     def extra_bytes(self, loaded: LoadedModel) -> int:
         """Maximum bytes of weights that a rank needs in addition to the model."""
+
+
+def why_no_drafts(loaded: LoadedModel) -> str | None:
+    """Return why no step of a rank that decodes alone runs several tokens of a prompt; None if steps may."""
+    if loaded.tp_group is not None:
+        return "the ranks of a tensor-parallel group have to run the same tokens"
+    return "recurrent states cannot be taken back" if loaded.shape.has_states else None
 
 
 def held_bytes(prefills: Sequence[Prefill], document: SequenceKV | None = None) -> int:

@@ -1,12 +1,13 @@
 """Choice of the next token, and the end of an answer.
 
-Both are transformers': a `GenerationConfig`, its logits processors and its stop strings. A `DecodeBatch` computes the
-logits of all documents at once; a `DecodeSequence` makes one document's answer from them.
+The settings are transformers': a `GenerationConfig` and its logits processors. A `DecodeBatch` computes the logits of
+all documents at once; a `DecodeSequence` makes one document's answer from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,10 @@ from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from transformers import GenerationConfig, StopStringCriteria
+from transformers import GenerationConfig
 
 from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
@@ -27,6 +30,9 @@ from kvr_mpi.errors import ConfigError, KvrError
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.finite import NOT_FINITE, explain_not_finite, likeliest
 
+Integers = npt.NDArray[np.int64]
+# Tokens that are decoded to find a stop string: so many for each of its characters, which may be bytes, and more.
+TOKENS_PER_CHAR, MORE_TOKENS = 4, 8
 # Like `NOT_FINITE`, if the logits are finite, but not what the sampling settings make of them.
 NOTHING_TO_CHOOSE = -2
 
@@ -48,6 +54,7 @@ class Answer:
     text: str
     finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens; "repetition": endless
     seconds: float  # wall time from the first logits to the last token
+    steps: int = 0  # of the model, after that on the prompt
     logprobs: TokenLogprobs | None = None  # of its tokens, if they are requested
     scores: tuple[Score, ...] = ()  # of given continuations
     samples: tuple[Answer, ...] = ()  # all answers, this one first, if there is more than one
@@ -56,6 +63,11 @@ class Answer:
     def new_tokens(self) -> int:
         """Number of generated tokens, over all samples."""
         return sum(len(one.token_ids) for one in self.samples or (self,))
+
+    @property
+    def all_steps(self) -> int:
+        """Number of steps, over all samples."""
+        return sum(one.steps for one in self.samples or (self,))
 
 
 def make_generation_config(model: Any, settings: dict[str, Any]) -> GenerationConfig:
@@ -149,7 +161,23 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.ends = ends_of(self.config)
-        self.stop_strings = StopStringCriteria(self.tokenizer, list(self.stop)) if self.stop else None
+        self._stop_chars = max(map(len, self.stop), default=0)
+
+    def ends_in_stop(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last token of an answer completes a stop string, if none was complete before.
+
+        A text that continues before the last tokens may begin otherwise, so more of them are decoded than a stop string
+        can have; the whole text, which is cut before the stop string, decides.
+        """
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        some = token_ids[-self._stop_chars * TOKENS_PER_CHAR - MORE_TOKENS :]
+        if self.find_stop(decode(some)) is None:
+            return False
+        return len(some) == len(token_ids) or self.find_stop(decode(token_ids)) is not None
+
+    def find_stop(self, text: str) -> int | None:
+        """Return where the first stop string of a text begins, if it has one."""
+        return min((at for at in map(text.find, self.stop) if at >= 0), default=None)
 
     def adapted(self, own: OwnGeneration) -> SamplingParams:
         """Return the settings for a row, with the job's values where the row sets none.
@@ -215,6 +243,7 @@ class DecodeSequence:
     device : of the logits.
     samples : number of answers.
     token_ids : written so far, without the end-of-text token.
+    steps : see `Answer`.
     finish_reason, scores : see `Answer`; no reason while there is more to write.
     error : why the answer failed.
     """
@@ -230,8 +259,10 @@ class DecodeSequence:
         self.finish_reason: str | None = None
         self.scores: tuple[Score, ...] = ()
         with self._failing_alone():
-            self._ids = torch.empty(1, len(prompt_ids) + rules.max_new_tokens, dtype=torch.long, device=device)
-            self._ids[0, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
+            self._ids = np.empty(len(prompt_ids) + rules.max_new_tokens, dtype=np.int64)
+            self._ids[: len(prompt_ids)] = prompt_ids
+            # On a GPU, another copy is kept there if processors read it.
+            self._on_device = torch.from_numpy(self._ids) if device.type == "cpu" else None
             self._begin(seed)
 
     def _begin(self, seed: int) -> None:
@@ -239,7 +270,7 @@ class DecodeSequence:
         self._processors = rules.processors(self._prompt_tokens, self._device)
         self._generator = torch.Generator(device=self._device).manual_seed(seed) if rules.config.do_sample else None
         self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
-        self.token_ids = []
+        self.token_ids, self.steps = [], 0
         self.finish_reason = None if rules.max_new_tokens else "length"
 
     @contextlib.contextmanager
@@ -281,9 +312,15 @@ class DecodeSequence:
         return self._generator is None and not self._processors and self._trace is None
 
     @property
-    def ids(self) -> torch.Tensor:
+    def ids(self) -> Integers:
         """Prompt and answer so far (tokens,)."""
-        return self._ids[0, : self._prompt_tokens + len(self.token_ids)]
+        return self._ids[: self._prompt_tokens + len(self.token_ids)]
+
+    def _device_ids(self) -> torch.Tensor:
+        """Return prompt and answer so far (1, tokens), where the logits are."""
+        if self._on_device is None:
+            self._on_device = torch.from_numpy(self._ids).to(self._device)
+        return self._on_device[None, : len(self.ids)]
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose the next token from logits (vocab_size,); it stays on the device, so that many are copied at once.
@@ -294,7 +331,7 @@ class DecodeSequence:
             if self._trace is not None:
                 self._trace.see(logits)
             if self._processors:
-                logits = self._processors(self.ids.unsqueeze(0), logits.unsqueeze(0))[0]
+                logits = self._processors(self._device_ids(), logits.unsqueeze(0))[0]
             if self._generator is None:
                 return likeliest(logits, NOTHING_TO_CHOOSE)
             probabilities = torch.softmax(logits, dim=-1)
@@ -307,6 +344,27 @@ class DecodeSequence:
         """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
         if self.error is None and self.finish_reason is None and logits is not None:
             self.write(int(self.choose(logits.clone())))  # a copy: other samples begin with the same logits
+
+    def write_drafted(self, logits: torch.Tensor, greedy: Sequence[int], draft: Sequence[int]) -> list[int]:
+        """Choose and write the next token, and then those that follow while they are the drafted ones.
+
+        Every token is chosen as without a draft: from the same logits, after the same tokens, with its own random
+        number.
+
+        logits : after the last token, and after each token of the draft (tokens, vocab_size).
+        greedy : the likeliest tokens (`likeliest`).
+
+        Returns the tokens that were chosen, of which the end of the text is not written.
+        """
+        chosen = list[int]()
+        for row, token in enumerate(greedy):
+            if token != NOT_FINITE and not self.is_greedy:
+                token = int(self.choose(logits[row]))
+            self.write(token)
+            chosen.append(token)
+            if self.finish_reason is not None or row == len(draft) or token != draft[row]:
+                break
+        return chosen
 
     def fail(self, why: str) -> None:
         """Record an error; the answer ends."""
@@ -335,9 +393,11 @@ class DecodeSequence:
         if self._trace is not None:
             self._trace.write(token)
         self.token_ids.append(token)
-        first, last = self._prompt_tokens, self._prompt_tokens + len(self.token_ids)
-        self._ids[0, last - 1] = token
-        if rules.stop_strings is not None and bool(rules.stop_strings(self._ids[:, first:last], None)[0]):
+        last = len(self.ids) - 1
+        self._ids[last] = token
+        if self._on_device is not None and self._device.type != "cpu":
+            self._on_device[last] = token
+        if rules.stop and rules.ends_in_stop(self.token_ids):
             self.finish_reason = "stop"
         elif (
             rules.stop_repetition and not len(self.token_ids) % TOKENS_PER_CHECK and ends_in_repetition(self.token_ids)
@@ -357,12 +417,12 @@ class DecodeSequence:
         """Return the finished answer, cut before its first stop string."""
         assert self.finish_reason is not None
         text = self._rules.tokenizer.decode(self.token_ids, skip_special_tokens=True) if self.token_ids else ""
-        cuts = [at for at in (text.find(end) for end in self._rules.stop) if at >= 0]
         return Answer(
             token_ids=tuple(self.token_ids),
-            text=text[: min(cuts)] if cuts else text,
+            text=text[: self._rules.find_stop(text)],
             finish_reason=self.finish_reason,
             seconds=time.perf_counter() - self._began,
+            steps=self.steps,
             logprobs=None if self._trace is None else self._trace.finish(self._rules.tokenizer, self.token_ids),
             scores=self.scores,
         )

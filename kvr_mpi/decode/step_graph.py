@@ -1,8 +1,8 @@
 """Decode steps on a GPU as CUDA graphs: one launch per step instead of a thousand kernels.
 
 The kernels of a step read everything that changes from device memory: tokens, lengths, and page tables. So a step is
-recorded once for a number of slots, and replayed for any prompts in these slots; empty slots read and write a spare
-page. When prompts join or leave, the page tables are rewritten, and the graph stays.
+recorded once for a number of slots, and replayed for any prompts in these slots, a token each; empty slots read and
+write a spare page. When prompts join or leave, the page tables are rewritten, and the graph stays.
 
 Decisions that a model's code takes on the host are fixed when the graph is recorded. So models that are known to take
 such decisions are not recorded, and the first replays of each graph are compared with steps that run without it.
@@ -56,9 +56,10 @@ class StepGraph:
         self._table = PageTable(row.sequences[0], slots, width, is_complete=is_complete)
         self._inputs = torch.zeros(2, slots, dtype=torch.int64, device=loaded.device)
         self.checks_left = STEPS_CHECKED
-        self._table.fill(row.sequences)
+        self._table.fill(row.slots)
         self._filled_for: weakref.ref[Row] | None = None
-        recorded = Row(row.sequences, table=self._table)  # not kept: it holds the sequences
+        self._filled_with: list[int] = []  # tokens of each sequence
+        recorded = Row(row.slots, table=self._table)  # not kept: it holds the sequences
         self._inputs[1, : len(recorded.lengths)] = torch.tensor(recorded.lengths, device=loaded.device)
         with recorder.record() as self._graph:
             self._logits = run_step(loaded, recorded, self._inputs)
@@ -66,11 +67,11 @@ class StepGraph:
     def run(self, row: Row, inputs: torch.Tensor) -> torch.Tensor:
         """Replay a step after `Row.begin`; return the logits of `run_step`."""
         count = inputs.shape[1]
-        is_filled = self._filled_for is not None and self._filled_for() is row
+        is_filled = self._filled_for is not None and self._filled_for() is row and self._filled_with == row.tokens
         if not is_filled or self._table.moves != self._table.pool.moves:
-            self._table.fill(row.sequences)
+            self._table.fill(row.slots)
             self._inputs.zero_()
-            self._filled_for = weakref.ref(row)
+            self._filled_for, self._filled_with = weakref.ref(row), row.tokens
         self._inputs[:, :count] = inputs
         self._graph.replay()
         return self._logits[:count].clone()
@@ -88,7 +89,7 @@ class StepRecorder:
         self._taken: dict[Layout, int] = {}
 
     def run(self, row: Row, tokens: Sequence[int]) -> torch.Tensor:
-        """Run one more token of each prompt; return the logits of `decode_packed`."""
+        """Run the tokens that the row takes of each prompt; return the logits of `decode_packed`."""
         graph = self._graph_for(row)
         if graph is None:
             return decode_packed(self.loaded, row, tokens)
@@ -132,7 +133,7 @@ class StepRecorder:
         """Return the graph of a step; record it after a few steps of the same layout."""
         if self.why_not is not None or not row.is_paged:
             return None
-        many, (pages, is_complete) = len(row.sequences), row.table_sizes
+        many, (pages, is_complete) = sum(row.tokens), row.table_sizes
         slots = next((few for few in FEW_SLOTS if few >= many), -(-many // SLOTS) * SLOTS)
         layout = slots, max(PAGES, 1 << (pages - 1).bit_length()), is_complete
         graph = self._graphs.pop(layout, None)

@@ -34,7 +34,12 @@ class TokenGroup(Group):
         most = min(most or MAX_SEQUENCES, MAX_SEQUENCES)
         return [list(documents[at : at + most]) for at in range(0, len(documents), most)]
 
-    def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
+    @property
+    def why_no_drafts(self) -> str | None:
+        """Why no step runs several tokens of a prompt."""
+        return "the ranks of a chain that share keys and values have to run the same tokens"
+
+    def run(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """Run the model on all ranks; return logits (prompts, vocab_size), the same on all of them."""
         sequences = [each.prefill.cache for each in documents]
         logits = run_sharded(self.loaded, sequences, [[each.last_token] for each in documents], self.ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,7 +18,7 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 # Settings that are not part of transformers' GenerationConfig.
 OURS = frozenset(
     {"max_new_tokens", "stop", "seed", "logprobs", "score", "n", "json_schema"}
-    | {"frequency_penalty", "presence_penalty", "stop_repetition"}
+    | {"frequency_penalty", "presence_penalty", "stop_repetition", "lookup"}
 )
 MAX_PENALTY = 2  # of OpenAI's format
 
@@ -75,6 +75,11 @@ class GenerationSection(Strict):
     )
     json_schema: str | None = Field(
         None, min_length=1, description="a JSON schema, or a file with one, that answers follow"
+    )
+    lookup: Literal["auto", False] = Field(
+        "auto",
+        description="auto: also run tokens that an answer may copy from its prompt, where that saves time; answers are "
+        "the same; false: never",
     )
     score: list[str] | NonEmpty = Field(
         [],

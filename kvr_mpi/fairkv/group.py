@@ -256,7 +256,12 @@ class HeadGroup(Group):
             sequence.release()
             raise
 
-    def run(self, documents: Sequence[BatchEntry]) -> torch.Tensor:
+    @property
+    def why_no_drafts(self) -> str | None:
+        """Why no step runs several tokens of a prompt."""
+        return "the ranks of a chain that share heads have to run the same tokens"
+
+    def run(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """Run this rank's heads of each prompt.
 
         Returns logits (prompts, vocab_size); if all prompts are greedy, the next token of each (prompts,).

@@ -2,7 +2,8 @@
 
 Decoding is one new token of each sequence, a packed prefill many tokens of many sequences; questions about a stored
 document are tokens after shared ones. Each layer writes new keys and values where decoding reads them (``sequence``)
-and attends. A step, one token of each sequence, attends with one call for all of them where a kernel supports it.
+and attends. A step, one token of each sequence or a few, attends with one call for all of them where a kernel supports
+it.
 
 The slice of a prompt on a chain of ranks is the other cache (``chain``).
 """
@@ -27,7 +28,7 @@ from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
-from kvr_mpi.model.unit_table import Unit, UnitTable
+from kvr_mpi.model.unit_table import Picks, Unit, UnitTable
 
 Reads = Literal["all", "last", "nothing"]
 Merge = Callable[[PartialAttention], PartialAttention]
@@ -50,6 +51,7 @@ class Row(RowCache):
     reads : which tokens' output is used: of all of them, of each sequence's last one, or of none.
     bounds : range of each sequence's tokens in the row.
     lengths : of the sequences before the row.
+    before : for each token of the row, the tokens of its sequence before it.
     """
 
     def __init__(
@@ -62,8 +64,7 @@ class Row(RowCache):
         reads: Reads = "all",
     ) -> None:
         self.sequences, self.merge, self._reads = list(sequences), merge, reads
-        self.tokens = [1] * len(self.sequences) if tokens is None else list(tokens)
-        self.bounds = list(itertools.pairwise(itertools.accumulate(self.tokens, initial=0)))
+        self.take([1] * len(self.sequences) if tokens is None else tokens)
         loaded = sequences[0].loaded
         self.in_parts, self._first_position = loaded.attends_in_parts, loaded.shape.first_position
         self.is_step = self.in_parts and max(self.tokens) == 1
@@ -84,19 +85,29 @@ class Row(RowCache):
         )
         self.begin()
 
+    def take(self, tokens: Sequence[int]) -> None:
+        """Change the number of new tokens of each sequence, from the next `begin` on."""
+        self.tokens, self._table = list(tokens), None
+        self.bounds = list(itertools.pairwise(itertools.accumulate(self.tokens, initial=0)))
+        self._numbers = np.repeat(np.arange(len(self.tokens)), self.tokens)
+        self._picks: dict[bytes, Picks] = {}
+        self.__dict__.pop("_edges", None)
+
     def begin(self) -> Sequence[int]:
-        """Read the sequences' current lengths, and return them.
+        """Read the sequences' current lengths, and return for each token the tokens of its sequence before it.
 
         Raises `ValueError` if one has no room for its new tokens.
         """
         self.current, self._is_advanced = None, False
         self.lengths = [sequence.length for sequence in self.sequences]
+        pairs = zip(self.lengths, self.tokens, strict=True)
+        self.before = [length + at for length, tokens in pairs for at in range(tokens)]
         # All that its tokens see is in the row.
         self._begins = self.merge is None and not self._is_rolling and not any(self.lengths)
         for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
             if sequence.length + tokens > sequence.capacity:
                 raise ValueError(f"a cache of {sequence.length} tokens is full; reserve room for the tokens to be run")
-        return self.lengths
+        return self.before
 
     def advance(self) -> None:
         """Count the new tokens, after the model has run."""
@@ -110,8 +121,8 @@ class Row(RowCache):
 
     @property
     def prefilling(self) -> bool:
-        """Whether some sequence has several new tokens."""
-        return max(self.tokens) > 1
+        """Whether some sequence has several new tokens, and this is no step."""
+        return max(self.tokens) > 1 and not self.is_step
 
     @property
     def positions(self) -> torch.Tensor:
@@ -121,9 +132,16 @@ class Row(RowCache):
         return each.unsqueeze(0).to(self.device) + self._first_position
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
-        """For each sequence, its tokens in the row and its length with them; 1 for empty slots."""
+        """For each sequence, or each token of a step, the tokens and the length with them; 1 for empty slots."""
         rows = [(count, length + count) for count, length in zip(self.tokens, self.lengths, strict=True)]
+        if self.is_step:  # each token as in a step of its own
+            rows = [(1, before + 1) for before in self.before]
         return rows + [(1, 1)] * (tokens - self.bounds[-1][1])
+
+    @property
+    def slots(self) -> list[SequenceKV]:
+        """The sequence of each token of a step."""
+        return [self.sequences[number] for number in self._numbers]
 
     @functools.cached_property
     def table_sizes(self) -> tuple[int, bool]:
@@ -135,12 +153,12 @@ class Row(RowCache):
         return torch.tensor([0, *(last for _, last in self.bounds)], dtype=torch.int32, device=self.device)
 
     def advance_table(self, lengths: torch.Tensor) -> None:
-        """Begin a step of paged sequences, given their lengths (slots,), int64 on the device."""
+        """Begin a step of paged sequences, given `before` (slots,), int64 on the device."""
         if self._table is None:
             width, is_complete = self.table_sizes
-            self._table = PageTable(self.sequences[0], len(self.sequences), width, is_complete=is_complete)
+            self._table = PageTable(self.sequences[0], len(self._numbers), width, is_complete=is_complete)
         if self._table.moves != self._table.pool.moves and not self._is_recorded:
-            self._table.fill(self.sequences)
+            self._table.fill(self.slots)
         self._table.advance(lengths)
         self._is_advanced = True
 
@@ -149,7 +167,7 @@ class Row(RowCache):
         at = layer.layer_idx
         if self.is_step and self.is_paged:
             if not self._is_advanced:
-                self.advance_table(torch.tensor(self.lengths, device=self.device))
+                self.advance_table(torch.tensor(self.before, device=self.device))
             assert self._table is not None, "the step has begun"
             self._table.write(at, keys, values)
         elif self.is_step and not self._is_rolling:
@@ -198,19 +216,20 @@ class Row(RowCache):
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], dim)
 
     def _write_step(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append one token of each sequence, with one call for all of them."""
+        """Append the tokens of a step, with one call for all of them."""
         growing = self._growing.get(at)
         if growing is None:
             rows = enumerate(self.sequences)
             growing = [(number, span) for number, sequence in rows for span in sequence.open(at) if span.grows]
             self._growing[at] = growing
         places, tokens = list[torch.Tensor](), list[torch.Tensor]()
-        of_keys, of_values, heads = keys[0].unbind(1), values[0].unbind(1), keys.shape[1]
+        of_keys, of_values = (torch.split(each[0], self.tokens, 1) for each in (keys, values))
+        heads = keys.shape[1]
         for number, span in growing:
             row, token = span.filled + self.lengths[number], (of_keys[number], of_values[number])
-            keys, values = span.pair
-            places += (keys.select(1, row), values.select(1, row))
-            tokens += token if len(keys) == heads else (each[span.heads] for each in token)
+            pair = span.pair
+            places += (each.narrow(1, row, self.tokens[number]) for each in pair)
+            tokens += token if len(pair[0]) == heads else (each[span.heads] for each in token)
         if places:
             torch._foreach_copy_(places, tokens)
 
@@ -225,11 +244,17 @@ class Row(RowCache):
             table = self._units[at] = self._unit_table(at, layer.shape, common)
         if not kernel.takes_units(query, table):
             return None
-        firsts = None if seen.size is None else np.array([seen.first_key(length) for length in self.lengths])
-        lengths = np.array(self.lengths) + 1
-        out, lse = kernel.library.attend_units(query, table, lengths, params.scale, firsts)
+        firsts = None if seen.size is None else np.array([seen.first_key(before) for before in self.before])
+        picks = None
+        if len(self.before) > len(self.sequences):
+            picks = self._picks.get(table.layout)
+            if picks is None:
+                picks = self._picks[table.layout] = table.pick(self._numbers)
+        lengths = np.array(self.before) + 1
+        out, lse = kernel.library.attend_units(query, table, lengths, params.scale, firsts, picks)
         part = PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
-        for first, last, spans in groups:
+        for begin, end, spans in groups:
+            first, last = self.bounds[begin][0], self.bounds[end - 1][1]
             found = attend_spans(query[:, :, first:last], spans, 0, params, layer.shape)
             assert found is not None, "they have rows"
             joined = found.merge(part.cut(first, last))

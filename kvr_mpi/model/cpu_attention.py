@@ -21,7 +21,7 @@ from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 from kvr_mpi.model.kernels import named as _named
 from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeights
 from kvr_mpi.model.row_functions import RowFunctions
-from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Unit, UnitTable
+from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Picks, Unit, UnitTable
 
 # All sources form one library, together with the matrix products.
 _NAMES = (
@@ -197,26 +197,34 @@ class KernelLibrary:
         return self._tiled.attend(query, keys, values, scale, causal=causal, window=window)
 
     def attend_units(
-        self, query: torch.Tensor, table: UnitTable, lengths: Integers, scale: float, firsts: Integers | None = None
+        self,
+        query: torch.Tensor,
+        table: UnitTable,
+        lengths: Integers,
+        scale: float,
+        firsts: Integers | None = None,
+        picks: Picks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend from one query per head of several documents, each KV head to its units.
+        """Attend from one query per head of several documents, or from several, each KV head to its units.
 
-        query : (1, heads, documents, head_dim).
+        query : (1, heads, queries, head_dim).
         table : `takes_units` must be True.
-        lengths : of the documents (documents,), which determine the units' rows.
-        firsts : first position of each document to attend to (documents,); None: all positions.
+        lengths : of each query's document (queries,), which determine the units' rows.
+        firsts : first position that each query attends to (queries,); None: all positions.
+        picks : the units of each query (`UnitTable.pick`); None: one query of each document.
 
-        Returns the output (documents, heads, head_dim) and log-sum-exp (documents, heads), float32; zero and minus
+        Returns the output (queries, heads, head_dim) and log-sum-exp (queries, heads), float32; zero and minus
         infinity for heads without a unit.
         """
-        (_, heads, documents, dim), group = query.shape, query.shape[1] // table.kv_heads
-        out = (torch.empty if table.is_complete else torch.zeros)(documents, heads, dim)
-        lse = torch.empty(documents, heads)
+        (_, heads, queries, dim), group = query.shape, query.shape[1] // table.kv_heads
+        out = (torch.empty if table.is_complete else torch.zeros)(queries, heads, dim)
+        lse = torch.empty(queries, heads)
         if not table.is_complete:
             lse.fill_(float("-inf"))
-        size, (_, by_head, by_document, _) = query.element_size(), query.stride()
-        units, at = table.rows(lengths, firsts, size), table.document * heads + table.head * group
-        units[:, QUERY] = query.data_ptr() + (table.document * by_document + table.head * (group * by_head)) * size
+        size, (_, by_head, by_query, _) = query.element_size(), query.stride()
+        head, of_query = (table.head, table.document) if picks is None else (table.head[picks[0]], picks[1])
+        units, at = table.rows(lengths, firsts, size, picks), of_query * heads + head * group
+        units[:, QUERY] = query.data_ptr() + (of_query * by_query + head * (group * by_head)) * size
         units[:, OUT], units[:, LSE] = out.data_ptr() + at * (dim * 4), lse.data_ptr() + at * 4
         pieces = -int((-units[:, COUNT] // self._piece).sum())
         room = torch.empty((len(units) + pieces) * group * (dim + 2))

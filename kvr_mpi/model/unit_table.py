@@ -7,6 +7,7 @@ change. Its rows are the ``Unit``s of ``decode_attention.cpp``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ import numpy.typing as npt
 import torch
 
 Integers = npt.NDArray[np.int64]
+# For steps with several queries of a document: units of a table, which may repeat, and the query of each.
+Picks = tuple[Integers, Integers]
 # Columns, in the order of the C++ structure's fields.
 QUERY, KEYS, VALUES, OUT, LSE, COUNT, KEY_ROW, VALUE_ROW = range(8)
 
@@ -56,26 +59,48 @@ class UnitTable:
         )
         self._rows: Integers | None = None
 
-    def rows(self, lengths: Integers, firsts: Integers | None, item_bytes: int) -> Integers:
-        """Return the units' table (units, 8) for documents of these lengths (documents,).
+    @functools.cached_property
+    def layout(self) -> bytes:
+        """Equal for tables whose `pick` is the same."""
+        return self.document.tobytes() + self.head.tobytes()
 
-        Units read all rows, or those from the positions `firsts` (documents,) on.
+    def pick(self, documents: Integers) -> Picks:
+        """Select units for some queries of each document (queries,), in the order of documents.
+
+        Queries of the same KV head follow each other, so that its rows are still in the cache.
+        """
+        queries = np.bincount(documents, minlength=self.documents)
+        begins = np.flatnonzero(np.diff(self.document * self.kv_heads + self.head, prepend=-1))  # of each KV head
+        many = np.diff(begins, append=len(self.document))  # its units
+        each = many * queries[self.document[begins]]
+        at = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+        query, unit = np.divmod(at, np.repeat(many, each))
+        first_query = (np.cumsum(queries) - queries)[self.document[begins]]
+        return unit + np.repeat(begins, each), query + np.repeat(first_query, each)
+
+    def rows(self, lengths: Integers, firsts: Integers | None, item_bytes: int, picks: Picks | None = None) -> Integers:
+        """Return the units' table (units, 8) for queries whose documents have these lengths (queries,).
+
+        Units read all rows, or those from the positions `firsts` (queries,) on.
+
+        picks : the units; by default all of them, for one query of each document.
 
         Raises `ValueError` if a unit has no rows, or more rows than its capacity, so that a kernel would read beyond
         its memory.
         """
-        counts = self._count + self._grows * lengths[self.document]
-        if bool(((counts < 1) | (counts > self._capacity)).any()):
-            raise ValueError(f"units of {counts.tolist()} rows with room for {self._capacity.tolist()}")
+        units, query = (slice(None), self.document) if picks is None else picks
+        counts, capacity = self._count[units] + self._grows[units] * lengths[query], self._capacity[units]
+        if bool(((counts < 1) | (counts > capacity)).any()):
+            raise ValueError(f"units of {counts.tolist()} rows with room for {capacity.tolist()}")
         if self._rows is None:
             self._rows = np.zeros((len(self.units), 8), dtype=np.int64)
             for row, unit in zip(self._rows, self.units, strict=True):
                 row[KEYS], row[VALUES] = unit.keys.data_ptr(), unit.values.data_ptr()
                 row[KEY_ROW], row[VALUE_ROW] = unit.keys.stride(0), unit.values.stride(0)
-        table = self._rows.copy()
+        table = self._rows.copy() if picks is None else self._rows[units]
         table[:, COUNT] = counts
         if firsts is not None:
-            skipped = np.clip(firsts[self.document] - self._first, 0, counts)
+            skipped = np.clip(firsts[query] - self._first[units], 0, counts)
             table[:, COUNT] -= skipped
             table[:, KEYS] += skipped * table[:, KEY_ROW] * item_bytes
             table[:, VALUES] += skipped * table[:, VALUE_ROW] * item_bytes

@@ -137,11 +137,12 @@ def decode_packed(
     tokens: Sequence[int],
     run: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run one more token of each sequence.
+    """Run one more token of each sequence, or as many as the row takes (`Row.take`).
 
+    tokens : of all sequences, in order.
     run : called instead of `run_step`.
 
-    Returns logits after them (sequences, vocab_size), float32.
+    Returns logits after them (tokens, vocab_size), float32.
     """
     inputs = torch.tensor([list(tokens), row.begin()], device=loaded.device)
     logits = run_step(loaded, row, inputs) if run is None else run(inputs)
@@ -150,11 +151,11 @@ def decode_packed(
 
 
 def run_step(loaded: LoadedModel, row: Row, inputs: torch.Tensor) -> torch.Tensor:
-    """Run the model on one token of each sequence, after `Row.begin`.
+    """Run the model on the tokens of a step, after `Row.begin`.
 
-    inputs : the tokens, and the sequences' lengths before them (2, sequences), int64 on the device.
+    inputs : the tokens, and the tokens of their sequence before each (2, tokens), int64 on the device.
 
-    Returns logits (sequences, vocab_size), float32.
+    Returns logits (tokens, vocab_size), float32.
     """
     if row.is_paged:
         row.advance_table(inputs[1])

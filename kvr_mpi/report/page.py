@@ -221,7 +221,9 @@ def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
             tiles.append((f"{count:,}", f"answers {what}"))
     if done:
         tiles.append((_count(sum(one.prompt_tokens for one in done)), "prompt tokens"))
-        tiles.append((_count(sum(one.new_tokens for one in done)), "new tokens"))
+        tiles.append((_count(new := sum(one.new_tokens for one in done)), "new tokens"))
+        if (steps := sum(one.decode_steps for one in done)) and new > steps + len(done):  # each has a first token
+            tiles.append((f"{new / (steps + len(done)):.2f}", "tokens per decode step"))
         if ranks := sorted({one.ranks for one in done if one.ranks}):
             few = " and ".join(map(str, ranks)) if len(ranks) < 3 else f"{ranks[0]} to {ranks[-1]}"
             tiles.append((few, "ranks per prompt"))

@@ -70,7 +70,7 @@ class Decoder:
 
     def decode(self, leave: int = 0) -> None:
         """Decode until at most `leave` answers are in progress, or until time is up."""
-        began, began_s = time.monotonic(), time.perf_counter()
+        began, began_s, before = time.monotonic(), time.perf_counter(), replace(self._batch.decoded)
         if self.shares_heads:
             if self._is_over():  # the number of waiting answers differs between ranks
                 return
@@ -83,7 +83,11 @@ class Decoder:
             if reported != why and (why or seconds > QUIET_S) and (left := self._batch.left):
                 reported = why
                 self._sink.report_decoding(len(left), max(left), seconds / steps, why)
-        self._trace.tally.decode_s += time.monotonic() - began
+        decoded, tally = self._batch.decoded, self._trace.tally
+        tally.decode_s += time.monotonic() - began
+        tally.steps += decoded.steps - before.steps
+        tally.step_tokens += decoded.tokens - before.tokens
+        tally.saved_s += decoded.saved_s - before.saved_s
         if answers > self._batch.running:
             self._trace.recorder.note("decode", began_s, answers)
 

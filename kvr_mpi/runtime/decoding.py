@@ -43,7 +43,10 @@ def choose_modes(
             logger.info(f"decode.mode = 'head-parallel' is replaced by data-parallel here: {choice.why}")
         if choice.mode == "head-parallel":
             assert not isinstance(setup.sharing, str | None)
-            logger.info(f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)})")
+            without = "" if setup.why_no_lookup is not None else ", without prompt lookup"
+            logger.info(
+                f"answers are decoded by {size} ranks that share heads ({setup.sharing.describe(size)}){without}"
+            )
     return choices
 
 

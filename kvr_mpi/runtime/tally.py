@@ -21,6 +21,9 @@ class Tally:
     prefilled: int = 0  # prompts whose answers were begun here
     prompt_tokens: int = 0  # computed tokens of prompts that were decoded here
     new_tokens: int = 0
+    steps: int = 0  # of the answers that were decoded here
+    step_tokens: int = 0  # that these have generated
+    saved_s: float = 0.0  # by prompt lookup, over all ranks
     answers: int = 0  # answered documents
     texts: list[int] = field(default_factory=list)  # tokens in the text of each answered document
     prompts: int = 0  # answered prompts: several for a document in parts
@@ -54,6 +57,12 @@ def describe_throughput(
         f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; ranks "
         f"were computing for {busy:.0f} % of their prefill time"
     )
+    if total.step_tokens > total.steps:
+        yield (
+            f"prompt lookup: {total.step_tokens / total.steps:.2f} tokens per decode step, "
+            f"{100 - 100 * total.steps / total.step_tokens:.0f} % fewer steps; saved about "
+            f"{duration_text(max(0.0, total.saved_s))} of decoding"
+        )
     if total.partly_seen:
         yield (
             f"{total.partly_seen} of {total.answers} answers are based on only a part of their document (coverage "

@@ -13,7 +13,7 @@ from kvr_mpi.compress.compression import Compression
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.group import Group, HeadSharing
+from kvr_mpi.decode.group import Group, HeadSharing, why_no_drafts
 from kvr_mpi.decode.repetition import Penalties
 from kvr_mpi.documents.chat import is_dated
 from kvr_mpi.documents.encoding import encode_text
@@ -104,6 +104,17 @@ class JobSetup:
         return self.spec.is_spread or not isinstance(self.sharing, str | None)
 
     @property
+    def why_no_lookup(self) -> str | None:
+        """Why no drafted tokens are run; None if they are, at least by ranks that decode alone."""
+        if self.spec.generation.lookup != "auto" or not self.spec.generation.max_new_tokens:
+            return "the job asks for none"
+        if self.spec.is_plain or self.rolling is not None:
+            return "its caches cannot drop the last tokens"
+        if self.spec.is_spread:
+            return "the ranks that share a prompt have to run the same tokens"
+        return why_no_drafts(self.loaded)
+
+    @property
     def frame(self) -> Frame:
         """The prompt around a document's text."""
         return self.prompt_config.frame
@@ -112,12 +123,12 @@ class JobSetup:
     def kernels(self) -> str:
         """Hardware, dtype and kernels on which answers may depend; empty for float32 on CPUs."""
         model, dtype = self.loaded.model, str(self.loaded.dtype).removeprefix("torch.")
-        device = model.device
+        device, drafts = model.device, "; prompt lookup" if self.why_no_lookup is None else ""
         if device.type == "cuda":
-            return f"{torch.cuda.get_device_name(device)}, {dtype}; attention: {name_attention(device)}"
+            return f"{torch.cuda.get_device_name(device)}, {dtype}; attention: {name_attention(device)}{drafts}"
         if self.loaded.dtype == torch.float32:
             return ""
-        return f"CPU {torch.backends.cpu.get_cpu_capability()}, {dtype}; {name_ways(model)}"
+        return f"CPU {torch.backends.cpu.get_cpu_capability()}, {dtype}; {name_ways(model)}{drafts}"
 
     @property
     def longest_answer(self) -> int:
@@ -156,6 +167,7 @@ class JobSetup:
             logger=logger,
             penalties=Penalties(generation.frequency_penalty or 0.0, generation.presence_penalty or 0.0),
             stop_repetition=generation.stop_repetition,
+            uses_lookup=self.why_no_lookup is None,
         )
 
     def forecast(self) -> Forecast:

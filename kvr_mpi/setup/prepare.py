@@ -142,7 +142,7 @@ def prepare(
     if rates and rolling is None:
         mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         logger.debug(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
-    return JobSetup(
+    setup = JobSetup(
         spec=spec,
         loaded=loaded,
         prompt_config=PromptConfig(
@@ -175,6 +175,9 @@ def prepare(
         once_s=once_s,
         checks_memory=machine.checks_memory,
     )
+    if spec.generation.lookup == "auto" and spec.generation.max_new_tokens and setup.why_no_lookup is not None:
+        logger.info(f"answers are decoded without prompt lookup: {setup.why_no_lookup}")
+    return setup
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:

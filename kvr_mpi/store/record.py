@@ -82,6 +82,9 @@ class Record:
     prefill_tokens_per_s: float = stored("", 0.0)
     wait_s: float = stored("part of ttft_s in which the last rank waited for keys and values", 0.0)
     decode_s: float = stored("from the first token to the last; of parts, the longest", 0.0)
+    decode_steps: int = stored(
+        "steps after the first token; fewer than new_tokens if drafts were kept", 0, if_asked=True
+    )
     rank_s: float = stored("seconds of all ranks: its prefill, and its share of its decode steps", 0.0, if_asked=True)
     joules: float = stored(
         "its share of the run's energy, by rank_s; only if measured", 0.0, if_asked=True, is_written=False

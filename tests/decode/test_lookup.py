@@ -1,0 +1,246 @@
+"""Drafted tokens change no answer, and are run only where that saves time."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, STATES, WHOLE
+from rows import alone, finish, other_prompt, pages_of, pages_read, ready, steps_recorded
+from transformers import GenerationConfig
+
+from kvr_mpi.decode import lookup
+from kvr_mpi.decode.batch import DecodeBatch
+from kvr_mpi.decode.group import BatchEntry, Group
+from kvr_mpi.decode.lookup import MOST_ROWS, Lookup, StepTimes, find_draft
+from kvr_mpi.decode.repetition import Penalties
+from kvr_mpi.documents.document import OwnGeneration
+from kvr_mpi.kv.pool import Pool
+from kvr_mpi.model import LoadedModel
+from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.self_check import why_not_packed
+
+NEW_TOKENS = 14
+LENGTHS = [5, 30, 1, 18, 16, 9]
+# Answers that an `Oracle` knows, by prompt.
+Known = dict[tuple[int, ...], list[tuple[int, ...]]]
+
+
+@functools.cache
+def why_alone(name: str) -> str | None:
+    return why_not_packed(ready(name))
+
+
+@contextmanager
+def oracle(known: Known, seed: int) -> Iterator[None]:
+    """Draft tokens of known answers, followed by others, and run any number of them."""
+    chance = random.Random(seed)
+
+    def find(ids: Any, most: int) -> tuple[int, list[int]]:
+        whole = tuple(ids.tolist())
+        for prompt, answers in known.items():
+            written = whole[len(prompt) :]
+            for answer in answers if whole[: len(prompt)] == prompt else ():
+                if answer[: len(written)] == written:
+                    right = answer[len(written) :][: chance.randint(0, 5)]
+                    return 8, [*right, *(chance.randrange(190) for _ in range(3))][:most]
+        return 0, []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "find_draft", find)
+        patch.setattr(StepTimes, "choose", lambda times, documents, gains: chance.randint(0, len(gains)))
+        yield
+
+
+def answered(
+    loaded: LoadedModel,
+    config: dict[str, Any],
+    *,
+    uses_lookup: bool,
+    own: Sequence[OwnGeneration] = (),
+    lengths: Sequence[int] = LENGTHS,
+    pool: Pool | None = None,
+    **options: Any,
+) -> tuple[DecodeBatch, dict[int, BatchEntry]]:
+    """Answer documents, which join at different steps."""
+    made = GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config)
+    options = {"stop": (), "max_new_tokens": NEW_TOKENS} | options
+    group = Group(loaded, why_alone=why_alone(loaded.name))
+    batch, found = DecodeBatch(loaded, made, group=group, uses_lookup=uses_lookup, **options), {}
+    for at, tokens in enumerate(lengths):
+        ids = other_prompt(tokens)
+        if pool is None:
+            prefill = alone(loaded, ids, NEW_TOKENS)
+        else:
+            (prefill,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, pool=pool)
+        batch.add(tokens, prefill, ids, tokens, own[at % len(own)] if own else OwnGeneration())
+        if at % 2:
+            found |= {one.key: one for one in batch.step()}
+    return batch, found | finish(batch)
+
+
+def compared(loaded: LoadedModel, config: dict[str, Any], seed: int = 0, **options: Any) -> int:
+    """Compare answers with those without drafts; return how many tokens were saved."""
+    _, plain = answered(loaded, config, uses_lookup=False, **options)
+    known: Known = {}
+    for tokens, one in plain.items():
+        if one.answer is not None:
+            samples = one.answer.samples or (one.answer,)
+            known[tuple(other_prompt(tokens))] = [each.token_ids for each in samples]
+    with oracle(known, seed):
+        batch, drafted = answered(loaded, config, uses_lookup=True, **options)
+    assert drafted.keys() == plain.keys()
+    for key, one in plain.items():
+        truth, found = one.answer, drafted[key].answer
+        assert drafted[key].error == one.error
+        if truth is None or found is None:
+            assert truth is found
+            continue
+        assert essence(found) == essence(truth)
+        assert drafted[key].prefill.cache.length == one.prefill.cache.length
+    return batch.decoded.tokens - batch.decoded.steps
+
+
+def essence(answer: Any) -> list[Any]:
+    """All of an answer but times and what the last bits of logits decide."""
+    found = []
+    for one in answer.samples or (answer,):
+        numbers = () if one.logprobs is None else (*one.logprobs.logprobs, *one.logprobs.top_logprobs)
+        tokens = () if one.logprobs is None else one.logprobs.top_tokens
+        rounded = [round(number, 3) for number in numbers]
+        found.append((one.token_ids, one.text, one.finish_reason, len(rounded), sum(rounded) // 0.5, len(tokens)))
+    return found
+
+
+@pytest.mark.quick
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_any_settings_give_the_same_answers(seed: int) -> None:
+    chance = random.Random(seed)
+
+    def some(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if chance.random() < 0.4}
+
+    loaded = ready(chance.choice(["llama-gqa", "mistral-window", "gpt2"]))
+    config = some(repetition_penalty=1.3, no_repeat_ngram_size=3, min_new_tokens=5, eos_token_id=chance.randrange(190))
+    if chance.random() < 0.7:
+        config |= {"do_sample": True, "temperature": chance.choice([0.05, 0.7, 1.5])}
+        config |= some(top_p=0.9, top_k=20, min_p=0.02)
+    if "eos_token_id" not in config:
+        config.pop("min_new_tokens", None)
+    options = some(
+        stop=[str(chance.randrange(190)), f"{chance.randrange(190)} 1"],
+        penalties=Penalties(0.4, -0.3),
+        stop_repetition=True,
+        max_new_tokens=chance.randint(1, NEW_TOKENS),
+    )
+    own = [OwnGeneration(), OwnGeneration(top_logprobs=chance.choice([0, 3])), OwnGeneration(temperature=0.0)]
+    if config.get("do_sample"):
+        own += [OwnGeneration(n=3), OwnGeneration(temperature=0.9, frequency_penalty=0.5)]
+    compared(loaded, config, seed, own=chance.sample(own, 2), **options)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *WHOLE, *STATES])
+def test_every_kind_of_model(name: str) -> None:
+    """Those with recurrent states run without drafts."""
+    loaded = ready(name)
+    saved = compared(loaded, {}, lengths=LENGTHS[:4])
+    assert (saved > 0) == (name not in STATES)
+
+
+def test_the_end_of_an_answer_may_be_in_a_draft() -> None:
+    loaded = ready("llama-gqa")
+    _, plain = answered(loaded, {}, uses_lookup=False)
+    tokens = {key: one.answer.token_ids for key, one in plain.items() if one.answer is not None}
+    end = tokens[30][6]
+    assert compared(loaded, {"eos_token_id": end}) > 0
+    assert compared(loaded, {}, stop=[f"{tokens[30][5]} {tokens[30][6]}"]) > 0
+    for most in range(1, 6):
+        compared(loaded, {}, max_new_tokens=most)
+    assert compared(loaded, {"forced_eos_token_id": 3, "eos_token_id": 3}) > 0
+
+
+def test_what_occurred_before_is_drafted() -> None:
+    def draft(*ids: int, most: int = 3) -> tuple[int, list[int]]:
+        return find_draft(np.array(ids), most)
+
+    assert draft(1, 2, 3, 4, 9, 2, 3) == (2, [4, 9, 2])
+    assert draft(2, 3, 4, 7, 3, 5, 2, 3) == (2, [4, 7, 3]), "the longest match comes before a later one"
+    assert draft(2, 3, 4, 2, 3, 5, 2, 3) == (2, [5, 2, 3]), "of several, the latest"
+    assert draft(5, 7, 7, most=4) == (1, [7, 7, 7, 7]), "repetitions go on"
+    assert draft(1, 2) == draft(4) == draft(7, 7, most=0) == (0, [])
+    assert draft(*range(20), *range(20), most=5) == (8, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_drafts_are_slots_of_pages(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded steps are padded to their sizes."""
+    loaded, lengths = ready("llama-gqa"), [5, 250, 1, 250]
+    graphs = steps_recorded(monkeypatch) if is_recorded else []
+    with pages_read(monkeypatch):
+        pool = pages_of(loaded, 64)
+        assert compared(loaded, {}, lengths=lengths, pool=pool) > 0
+    assert bool(graphs) == is_recorded and all(graph.replays for graph in graphs[:1])
+
+
+def test_a_step_that_does_not_fit_runs_without_drafts() -> None:
+    loaded, sizes = ready("llama-gqa"), list[int]()
+
+    def crowded(module: Any, inputs: Any) -> None:
+        sizes.append(inputs[0].shape[1])
+        if sizes[-1] > 8:
+            raise MemoryError("too many rows")
+
+    layer = loaded.model.model.layers[1]
+    handle = layer.register_forward_pre_hook(crowded)
+    try:
+        compared(loaded, {}, lengths=[5, 7])
+    finally:
+        handle.remove()
+    fitting = [size for size in sizes if size <= 8]
+    assert len(sizes) > len(fitting) > 20
+    assert len(sizes) - len(fitting) <= 5, "later steps have fewer rows"
+
+
+def times(documents: int, gains: Sequence[float], seconds: Any, steps: int = 200) -> list[int]:
+    """The drafts of steps that take so many seconds by their rows."""
+    found, chosen = StepTimes(), list[int]()
+    for _ in range(steps):
+        chosen.append(found.choose(documents, gains))
+        found.see(documents, documents + chosen[-1], seconds(documents + chosen[-1]))
+    return chosen
+
+
+def test_as_many_drafts_as_save_time() -> None:
+    gains = [0.8**at for at in range(1, 15)]
+    free = times(1, gains, lambda rows: 1.0)
+    assert free.count(14) > 170, "rows that cost nothing"
+    costly = times(1, gains, float)
+    assert costly.count(0) > 190, "each row costs as much as a step"
+    lost = sum(1 + many - sum(gains[:many], 1) for many in costly)
+    assert lost < 0.03 * len(costly), "by trying"
+    some = times(8, gains, lambda rows: 1.0 if rows <= 16 else 2.0)
+    assert some.count(8) > 180
+    assert times(MOST_ROWS, gains, lambda rows: 1.0, 5) == [0] * 5
+    assert not any(times(4, [], lambda rows: 1.0))
+
+
+def test_with_nothing_to_copy_hardly_any_token_is_drafted() -> None:
+    chance = np.random.default_rng(1)
+    drafts, entries = Lookup(), [chance.integers(1000, size=2000) for _ in range(32)]
+    accepted, rows, steps = [drafts.new_acceptance() for _ in entries], 0, 60
+    for _ in range(steps):
+        candidates = [lookup.Candidate(ids, 50, one) for ids, one in zip(entries, accepted, strict=True)]
+        drafted = drafts.choose(candidates)
+        new = chance.integers(1000, size=len(entries))
+        drafts.learn(candidates, drafted, [[int(token)] for token in new], 0.1 + 0.001 * sum(map(len, drafted)))
+        entries = [np.append(ids, token) for ids, token in zip(entries, new, strict=True)]
+        rows += sum(map(len, drafted))
+    assert rows < 0.05 * steps * len(entries)
