@@ -31,7 +31,6 @@ from kvr_mpi.documents.files import (
     why_not_now,
 )
 from kvr_mpi.documents.index import (
-    COLUMNS,
     NONE_RECORDED,
     SHA256_BYTES,
     CorpusFiles,
@@ -45,7 +44,9 @@ from kvr_mpi.documents.index import (
     index_spans,
     join,
     list_files,
+    pack,
     take,
+    unpack,
 )
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
@@ -179,79 +180,24 @@ class Corpus:
         return document
 
     def to_bytes(self) -> bytes:
-        """Return everything as bytes, for other ranks: a line of JSON, and then the columns."""
-        files, index = self.files, self.index
-        head = {
-            "rows": asdict(self.rows),
-            "prompts": self.prompts,
-            "part": self.part,
-            "cut": self.cut,
-            "later_work": self.later_work,
-            "index": index_head(index),
-            "files": [len(files.paths.data), len(files.names.data), len(files)],
-        }
-        columns: list[Any] = [files.paths.data, files.names.data, files.paths.ends, files.names.ends, files.sizes]
-        return b"".join([json.dumps(head).encode(), b"\n", *columns, *index_columns(index)])
+        """Return everything as bytes, for other ranks."""
+        head: dict[str, Any] = {"rows": asdict(self.rows), "prompts": self.prompts, "part": self.part, "cut": self.cut}
+        head |= {"later_work": self.later_work, "errors": [*self.index.errors.items()]}
+        return pack(head, {**self.files.columns(), **self.index.columns()})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Corpus:
         """Reconstruct a corpus, whose columns stay in `data`."""
-        head, view = split_head(data)
-        sizes = head["files"]
-        blocks = Blocks(view)
-        paths, names = blocks.take(np.uint8, sizes[0]).data, blocks.take(np.uint8, sizes[1]).data
-        ends = [blocks.take(np.int64, sizes[2]) for _ in "123"]
-        files = CorpusFiles(Strings(paths, ends[0]), Strings(names, ends[1]), ends[2])
+        head, columns = unpack(data)
         return cls(
-            files,
-            take_index(head["index"], blocks),
+            CorpusFiles.of(columns),
+            Index.of(columns, dict(head["errors"])),
             from_plain(RowFormat, head["rows"]),
             tuple(head["prompts"]),
             CorpusPart(*head["part"]),
             head["cut"],
             head["later_work"],
         )
-
-
-def index_head(index: Index) -> dict[str, Any]:
-    """Return what is needed to find an index's columns, as JSON."""
-    errors = [[number, error] for number, error in index.errors.items()]
-    return {"documents": len(index), "ids": len(index.ids.data), "digests": len(index.digested), "errors": errors}
-
-
-def index_columns(index: Index) -> list[Any]:
-    """Return the columns of an index as buffers."""
-    fixed = [np.ascontiguousarray(getattr(index, name)) for name in COLUMNS]
-    return [*fixed, index.ids.ends, index.ids.data, index.digested, np.ascontiguousarray(index.digests)]
-
-
-def split_head(data: bytes | bytearray) -> tuple[dict[str, Any], memoryview]:
-    """Split a line of JSON from the columns after it."""
-    end = data.index(b"\n")
-    return json.loads(data[:end]), memoryview(data)[end + 1 :]
-
-
-class Blocks:
-    """Takes arrays from the front of a buffer."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
-
-    def take(self, kind: Any, count: int) -> npt.NDArray[Any]:
-        """Return the next array, without a copy."""
-        found = np.frombuffer(self._view, kind, count, self._at) if count else np.zeros(0, kind)
-        self._at += found.nbytes
-        return found
-
-
-def take_index(head: dict[str, Any], blocks: Blocks) -> Index:
-    """Reconstruct an index from its head and columns."""
-    columns = {name: blocks.take(kind, head["documents"]) for name, kind in COLUMNS.items()}
-    ends = blocks.take(np.int64, head["documents"])
-    ids = Strings(blocks.take(np.uint8, head["ids"]).data, ends)
-    digested = blocks.take(np.int64, head["digests"])
-    digests = blocks.take(np.uint8, head["digests"] * SHA256_BYTES).reshape(-1, SHA256_BYTES)
-    return Index(**columns, ids=ids, errors=dict(head["errors"]), digested=digested, digests=digests)
 
 
 def corpus_of(

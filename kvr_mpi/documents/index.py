@@ -103,6 +103,24 @@ class Strings:
         return np.diff(self.ends, prepend=0)
 
 
+def pack(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """Return JSON values and columns as bytes: a line of JSON, and then the columns."""
+    listed = [(name, str(column.dtype), len(column)) for name, column in columns.items()]
+    line = json.dumps({**head, "columns": listed}).encode()
+    buffers: list[Any] = [np.ascontiguousarray(column) for column in columns.values()]
+    return b"".join([line, b"\n", *buffers])
+
+
+def unpack(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+    """Return what was packed; the columns stay in `data`."""
+    at = data.index(b"\n") + 1
+    head, columns = json.loads(data[:at]), dict[str, npt.NDArray[Any]]()
+    for name, kind, count in head["columns"]:
+        columns[name] = np.frombuffer(data, kind, count, at) if count else np.zeros(0, kind)
+        at += columns[name].nbytes
+    return head, columns
+
+
 @dataclass(slots=True)
 class CorpusFiles:
     """The files of a corpus.
@@ -117,6 +135,21 @@ class CorpusFiles:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any]) -> CorpusFiles:
+        """Reconstruct the files."""
+        paths, names = (
+            Strings(columns["paths"].data, columns["path_ends"]),
+            Strings(columns["names"].data, columns["name_ends"]),
+        )
+        return cls(paths, names, columns["sizes"])
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Return everything."""
+        paths, names = np.frombuffer(self.paths.data, np.uint8), np.frombuffer(self.names.data, np.uint8)
+        ends = {"path_ends": self.paths.ends, "name_ends": self.names.ends}
+        return {"paths": paths, "names": names, **ends, "sizes": self.sizes}
 
     def format(self, number: int) -> FileFormat:
         """Return a file's format, by its name."""
@@ -233,6 +266,24 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.file)
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Any], errors: dict[int, str]) -> Index:
+        """Reconstruct an index."""
+        ids, digests = Strings(columns["ids"].data, columns["ends"]), columns["digests"].reshape(-1, SHA256_BYTES)
+        return cls(
+            **{name: columns[name] for name in COLUMNS},
+            ids=ids,
+            errors=errors,
+            digested=columns["digested"],
+            digests=digests,
+        )
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Return everything but the errors."""
+        fixed = {name: getattr(self, name) for name in COLUMNS}
+        ids = np.frombuffer(self.ids.data, np.uint8)
+        return {**fixed, "ids": ids, "ends": self.ids.ends, "digested": self.digested, "digests": self.digests.ravel()}
 
     def own_id(self, number: int, files: CorpusFiles) -> str:
         """Return a document's id."""

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from kvr_mpi.documents import Corpus, describe_others, scan_corpus
-from kvr_mpi.documents.corpus import (
-    Blocks,
-    index_columns,
-    index_head,
-    make_corpus,
-    split_head,
-    take_index,
-    with_model,
-)
+from kvr_mpi.documents.corpus import make_corpus, with_model
 from kvr_mpi.documents.index import (
     FileSpan,
     Index,
@@ -26,6 +17,8 @@ from kvr_mpi.documents.index import (
     cut_spans,
     index_spans,
     list_files,
+    pack,
+    unpack,
 )
 from kvr_mpi.errors import ConfigError, UnavailableError
 from kvr_mpi.job import JobSpec
@@ -119,10 +112,9 @@ def _check_counted(corpus: Corpus) -> None:
 
 
 def _to_bytes(index: Index, lines: Sequence[Lines]) -> bytes:
-    head = {"index": index_head(index), "lines": lines}
-    return b"".join([json.dumps(head).encode(), b"\n", *index_columns(index)])
+    return pack({"lines": lines, "errors": [*index.errors.items()]}, index.columns())
 
 
 def _from_bytes(data: bytes) -> tuple[Index, list[Lines]]:
-    head, view = split_head(bytearray(data))
-    return take_index(head["index"], Blocks(view)), [Lines(*one) for one in head["lines"]]
+    head, columns = unpack(bytearray(data))
+    return Index.of(columns, dict(head["errors"])), [Lines(*one) for one in head["lines"]]
