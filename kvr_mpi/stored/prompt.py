@@ -112,7 +112,7 @@ def _read_heads(name: str, kv: KVReader, layer: int, tokens: int, heads: tuple[i
     if kept is None:
         keys, values = kv.read(layer, 0, tokens, heads)
         return list(zip(keys.unbind(1), values.unbind(1), strict=True))
-    of_heads = [torch.split(each.squeeze(1), [*map(len, kept)]) for each in kv.read(layer)]
+    key_rows, value_rows = (torch.split(each.squeeze(1), [*map(len, kept)]) for each in kv.read(layer))
     counts = [int(np.searchsorted(own, tokens)) for own in kept]
     if not all(counts):
         raise DataError(
@@ -120,8 +120,8 @@ def _read_heads(name: str, kv: KVReader, layer: int, tokens: int, heads: tuple[i
             f"because its compression selected tokens of the question; to ask again, compress with "
             f"observes = 'document'"
         )
-    pairs = zip(*of_heads, counts, strict=True)
-    return [(keys[:count], values[:count]) for keys, values, count in pairs][slice(*(heads or (None,)))]
+    found = [(key_rows[head][:count], value_rows[head][:count]) for head, count in enumerate(counts)]
+    return found[slice(*(heads or (None,)))]
 
 
 def _check(name: str, kv: KVReader, stored: Sequence[int], ids: tuple[int, ...], loaded: LoadedModel) -> None:
