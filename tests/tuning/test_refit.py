@@ -105,7 +105,7 @@ def test_times_that_are_none_end_it_and_what_is_slow_again_and_again_is_believed
     for times, kept, runs in (([9.0, 7.0, 8.0], 7.0, 3), ([math.nan, 1e6, 1.0], 1.0, 3), ([2.0, 1.0], 2.0, 1)):
         left = iter(times)
         seen = steady(
-            split, 1.0, lambda _, left=left: Observation(split, next(left), (1.0, 1.0), (0.0, 0.0)), said.append
+            split, 1.0, lambda _, left=left: Observation(split, next(left), (1.0, 1.0), (0.0, 0.0)), logger_to(said)
         )
         assert (seen[0].ttft_s, seen[1]) == (kept, runs)
     assert any("consistently slow" in line for line in said)
