@@ -104,9 +104,9 @@ for _words in (
 MONTHS |= {"sept": 9, "jänner": 1}
 OF = frozenset("of de del di do van the".split())
 
-Date = tuple[int | None, int, int | None]  # year, month, day
+CalendarDate = tuple[int | None, int, int | None]  # year, month, day
 Kind = Literal["number", "date", "name"]
-Span = tuple[int, int]
+Bounds = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class SupportingText:
                 self._numbers |= {_scaled(one, exponent) for one in readings for exponent in exponents}
         self._numbers |= _word_values(known)
         self._numbers.update(str(value) for digit, value in CJK_DIGITS.items() if digit in text)
-        self._dates: set[Date] = {date for _, dates in _find_dates(text, known) for date in dates}
+        self._dates: set[CalendarDate] = {date for _, dates in _find_dates(text, known) for date in dates}
 
     def check(self, answer: str) -> tuple[list[CopiedText], list[Unsupported]]:
         """Return the copied stretches of an answer, and its numbers, dates and names that are not in the text."""
@@ -211,7 +211,7 @@ class SupportingText:
         ignored = [found.span() for found in JSON_KEY.finditer(answer)] if answer.lstrip()[:1] in ("{", "[") else []
         found = list[Unsupported]()
 
-        def add(kind: Kind, bounds: Span) -> None:
+        def add(kind: Kind, bounds: Bounds) -> None:
             found.append(Unsupported(*bounds, kind, answer[slice(*bounds)]))
 
         for bounds, dates in _find_dates(answer, tokens):
@@ -233,7 +233,7 @@ class SupportingText:
                 add("name", bounds)
         return sorted(found, key=lambda one: one.start)
 
-    def _has_date(self, date: Date) -> bool:
+    def _has_date(self, date: CalendarDate) -> bool:
         """Whether the text has a date, or one that lacks only its year, with that year elsewhere."""
         year, month, day = date
         for other in self._dates:
@@ -265,7 +265,7 @@ def _common(answer: Sequence[str], at: int, document: Sequence[str], place: int)
     return length
 
 
-def _meets(bounds: Span, others: Iterable[Span]) -> bool:
+def _meets(bounds: Bounds, others: Iterable[Bounds]) -> bool:
     return any(bounds[0] < stop and start < bounds[1] for start, stop in others)
 
 
@@ -302,7 +302,7 @@ def _scaled(value: str, exponent: int) -> str:
     return str(int(moved)) + (f".{kept}" if kept else "") if len(moved) < 300 else value
 
 
-def _find_numbers(text: str) -> Iterator[tuple[Span, set[str]]]:
+def _find_numbers(text: str) -> Iterator[tuple[Bounds, set[str]]]:
     """Find numbers in digits, with their possible values; not those in words such as H200, and of lists."""
     for found in NUMBER.finditer(text):
         start, stop = found.span()
@@ -358,7 +358,7 @@ def _word_values(words: Sequence[str]) -> set[str]:
     return values
 
 
-def _find_number_words(tokens: Sequence[_Token]) -> Iterator[tuple[Span, set[str]]]:
+def _find_number_words(tokens: Sequence[_Token]) -> Iterator[tuple[Bounds, set[str]]]:
     """Find numbers in words, but for "one", which is often a pronoun."""
     words, end = [token.word for token in tokens], 0
     for at, token in enumerate(tokens):
@@ -368,7 +368,7 @@ def _find_number_words(tokens: Sequence[_Token]) -> Iterator[tuple[Span, set[str
                 yield (token.start, tokens[end - 1].stop), {str(value)}
 
 
-def _find_dates(text: str, tokens: Sequence[_Token] | Sequence[str]) -> Iterator[tuple[Span, list[Date]]]:
+def _find_dates(text: str, tokens: Sequence[_Token] | Sequence[str]) -> Iterator[tuple[Bounds, list[CalendarDate]]]:
     """Find dates with a day or a year, with their possible meanings; without tokens' bounds, these are empty."""
     for found in NUMERIC_DATE.finditer(text):
         first, second, third = found[1], found[3], found[4]
@@ -408,9 +408,9 @@ def _day(word: str) -> int | None:
     return day if 1 <= day <= 31 else None
 
 
-def _valid(dates: Iterable[tuple[str, str, str | None]]) -> list[Date]:
+def _valid(dates: Iterable[tuple[str, str, str | None]]) -> list[CalendarDate]:
     """Return the possible dates of (year, month, day); a year of two digits can be of two centuries."""
-    found = list[Date]()
+    found = list[CalendarDate]()
     for year, month, day in dates:
         years = [int(year)] if len(year) == 4 else [1900 + int(year), 2000 + int(year)] if len(year) == 2 else []
         if 1 <= int(month) <= 12 and (day is None or 1 <= int(day) <= 31):

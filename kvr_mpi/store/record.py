@@ -137,7 +137,8 @@ class Record:
         """Fraction of the answer's characters that are copied from the document; None if it was not checked."""
         if not self.unsupported:
             return None
-        return float(sum(one["stop"] - one["start"] for one in self.copies) / max(1, len(self.answer)))
+        copied: int = sum(one["stop"] - one["start"] for one in self.copies)
+        return copied / max(1, len(self.answer))
 
     @property
     def unsupported_count(self) -> int | None:

@@ -160,7 +160,7 @@ def test_a_bar_draws_any_name_and_tells_errors(
     out, err = capsys.readouterr()
     shown = " ".join(err.split())
     assert out == "" and "2/2" in shown and "the file is [/not] UTF-8" in shown
-    assert "50 tokens/s, wall time left 90.0 s" in shown
+    assert "50 prompt and answer tokens/s, wall time left 90.0 s" in shown
 
 
 # Lines of any text

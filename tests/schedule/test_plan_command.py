@@ -64,8 +64,8 @@ def test_several_prompts_are_planned_and_what_they_share_is_said(job: Path) -> N
     (other := job.with_name("two.toml")).write_text(re.sub("prompt.template = .*", "", text) + asked)
     options = ("--ranks", "2", "--hardware", "h200")
     words = shown(other, *options)
-    assert "2 prompts per document: a shared prefill saves" in words and "'auto' follows" not in words
-    assert set(re.findall(r"^ *doc-\d\d.txt +\d+ +(\d+) ", words, re.MULTILINE)) == {"0", "1"}, "each on a rank"
+    assert "2 prompts per document: a shared prefill saves" in words and "with 'auto'" not in words
+    assert set(re.findall(r"^ *doc-\d\d.txt +\d+ +(\S+) ", words, re.MULTILINE)) == {"0-1"}, "as the job says"
     nowhere = with_settings("output.kv=true", f"output.path={'x' * 5000}")  # no file system takes such a name
     assert "; the free space is unknown\n" in shown(job, *options, *nowhere)
     two, one = (planned(each, *options)["makespan_s"] for each in (other, job))
