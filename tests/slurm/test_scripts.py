@@ -131,7 +131,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(1, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
-    assert f"at most {most}: the time limit of {minutes[1]} min on 1 node for each of 3 shares" in err
+    assert f"maximum cost: {most} for the time limit of {minutes[1]} min on 1 node for each of 3 shares" in err
 
 
 @pytest.mark.parametrize("options", [[], ["--time=9"]])
@@ -245,7 +245,7 @@ def test_a_file_of_defaults_is_below_variables_and_options(
     assert f"defaults from {site}, {user}: {used}" in err
     monkeypatch.setenv("SBATCH_TIMELIMIT", "77")
     assert directives(run_kvr("sbatch", job, "--ranks", "2", "--print")[1])["time"] == "77"
-    for text, words in (("account = [1]", "expected a text"), ("ranks = 3", "on the command line"), ("x", "as TOML")):
+    for text, words in (("account = [1]", "expected text"), ("ranks = 3", "on the command line"), ("x", "as TOML")):
         user.write_text(text)
         code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print")
         assert code == EXIT_CONFIG and words in err and str(user) in err and out == ""
