@@ -158,7 +158,7 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
         writer.close()
     monkeypatch.setattr("kvr_mpi.cli.status.time", SimpleNamespace(sleep=lambda seconds: run.lock.release()))
     watched = CliRunner().invoke(group, ["status", str(tmp_path), "--watch"]).output
-    assert watched.count("documents ") == 2, "watching goes on, and ends with the job"
+    assert watched.count("\ndocuments ") == 2, "watching goes on, and ends with the job"
     assert watched.index("job       running") < watched.index("job       not running")
     ended = read_status(tmp_path)
     assert not ended.alive and ended.eta_s is None and ended.done == 1
@@ -195,4 +195,4 @@ def test_damage_is_seen_and_left(tmp_path: Path) -> None:
     assert (found.done, found.damaged, found.missing) == (1, (files[0].name,), (files[1].name,))
     assert files[0].read_bytes() == b"short"
     shown = CliRunner().invoke(group, ["status", str(tmp_path)], standalone_mode=False)
-    assert "needs --resume" in shown.output and shown.return_value == EXIT_BAD_DATA
+    assert "resume the job" in shown.output and shown.return_value == EXIT_BAD_DATA

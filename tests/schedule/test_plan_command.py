@@ -142,7 +142,7 @@ def test_earlier_jobs_say_how_long_this_one_takes(
     command = [job, "--ranks", "4"]
     found = planned(*command)
     expected = found["expected"]
-    assert found["costs"].startswith("rates of earlier jobs with this model on 4 ranks here (cores)")
+    assert found["costs"].startswith("rates of earlier jobs with this model on 4 ranks (cores)")
     assert expected["low_s"] < expected["seconds"] < expected["high_s"] and expected["jobs"] == 2
     assert expected["seconds"] == pytest.approx(9 + found["makespan_s"], rel=0.01)
     longer = planned(*command, *with_settings("generation.max_new_tokens=100"))

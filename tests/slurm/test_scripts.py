@@ -131,7 +131,7 @@ def test_an_array_and_its_gathering(job: Path, run_kvr: Kvr) -> None:
     minutes = re.search(r"requesting (\d+) min", err)
     assert minutes is not None
     most = Allocation(1, 8, 8, 8).hours(3 * 60 * int(minutes[1]))
-    assert f"at most {most}: the time limit of {minutes[1]} min on 1 node for each of 3 shares" in err
+    assert f"maximum cost: {most} for the time limit of {minutes[1]} min on 1 node for each of 3 shares" in err
 
 
 @pytest.mark.parametrize("options", [[], ["--time=9"]])
@@ -145,7 +145,7 @@ def test_memory_to_ask_for_and_ranks_that_gain_little(
     assert code == EXIT_OK and ("#SBATCH --time=9\n" in out) == ("requesting" not in err) == bool(options)
     assert re.search(r"keys and values of 6 documents: about \S+ [KM]iB; \S+ [GT]iB are free", err)
     assert re.search(r"memory: at least \S+ MiB per rank, so about --mem=7G", err), err
-    assert "warning: 4 ranks would take" in err
+    assert "; request 4" in err
     assert "mem" not in directives(out), "sites differ"
     assert directives(run_kvr("sbatch", job, *words, "--mem=planned")[1])["mem"] == "7G"
 
@@ -175,7 +175,7 @@ def test_words_that_cannot_be_meant(arguments: list[str], expected: int, why: st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "no GPUs, and for 1 core (--cpus-per-task) per rank"),
+        ([], "no GPUs, and 1 core (--cpus-per-task) per rank"),
         (["--gpus-per-node", "0"], None),
         (["--gres=gpu:2"], None),
         (["--set", "model.device=cpu"], None),
@@ -236,7 +236,7 @@ def test_a_file_of_defaults_is_below_variables_and_options(
     )
     monkeypatch.setenv("SBATCH_QOS", "c")
     code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print", "--time=2h30m", "--account=d")
-    assert code == EXIT_OK and re.search("according to .*h200", err, re.IGNORECASE), err
+    assert code == EXIT_OK and re.search("based on .*h200", err, re.IGNORECASE), err
     chosen = directives(out)
     assert {key: chosen.get(key) for key in ("account", "partition", "cpus-per-task", "time")} == {
         **{"account": "d", "partition": "b", "cpus-per-task": "3", "time": "150"}
@@ -247,7 +247,7 @@ def test_a_file_of_defaults_is_below_variables_and_options(
     assert f"defaults from {site}, {user}: {used}" in err
     monkeypatch.setenv("SBATCH_TIMELIMIT", "77")
     assert directives(run_kvr("sbatch", job, "--ranks", "2", "--print")[1])["time"] == "77"
-    for text, words in (("account = [1]", "expected a text"), ("ranks = 3", "on the command line"), ("x", "as TOML")):
+    for text, words in (("account = [1]", "expected text"), ("ranks = 3", "on the command line"), ("x", "as TOML")):
         user.write_text(text)
         code, out, err = run_kvr("sbatch", job, "--ranks", "2", "--print")
         assert code == EXIT_CONFIG and words in err and str(user) in err and out == ""
@@ -255,7 +255,7 @@ def test_a_file_of_defaults_is_below_variables_and_options(
 
 def test_a_plan_says_what_it_takes(job: Path, run_kvr: Kvr) -> None:
     code, out, _ = run_kvr("plan", job, "--ranks", "8", "--hardware", "h200", "--cpus-per-task", "16")
-    assert code == EXIT_OK and re.search(r"takes \S+ node hours, \S+ GPU hours, \S+ core hours on 1 node", out)
+    assert code == EXIT_OK and re.search(r"cost: \S+ node hours, \S+ GPU hours, \S+ core hours on 1 node", out)
     assert "not included: startup and loading the model; kvr sbatch adds 10 min" in out
     used = Allocation(nodes=2, ranks=8, gpus=8, cores=128).used(1800)
     assert used == {"node_hours": 1.0, "gpu_hours": 4.0, "core_hours": 64.0}

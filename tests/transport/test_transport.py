@@ -84,7 +84,7 @@ def test_launched_size(environ: dict[str, str], size: int | None) -> None:
 
 def test_alone_where_many_were_meant_is_refused() -> None:
     """This process is an MPI job of one; a launcher that says otherwise used another MPI."""
-    with pytest.raises(TransportError, match=r"8 ranks were intended .*SLURM_NTASKS=8\).*srun --mpi=pmi2"):
+    with pytest.raises(TransportError, match=r"8 ranks were requested .*SLURM_NTASKS=8\).*srun --mpi=pmi2"):
         connect({"SLURM_NTASKS": "8"})
     assert connect({}).size == 1
 

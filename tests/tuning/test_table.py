@@ -55,7 +55,7 @@ def test_a_damaged_table_is_refused_by_name(key: str, value: Any, words: str, tm
 def test_files_that_cannot_be_read_or_written_are_said_so(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     for name in ("nothing.json", "pipe.json"):
-        with pytest.raises(ConfigError, match=r"no such file.*kvr search"):
+        with pytest.raises(ConfigError, match=r"file not found.*kvr search"):
             load_table(tmp_path / name)
     with (tmp_path / "huge.json").open("wb") as stream:
         stream.truncate(MAX_FILE_BYTES + 1)
