@@ -244,12 +244,12 @@ class HeadGroup(Group):
         shapes = [replace(shape, num_kv_heads=len(some)) for shape, some in zip(layers, computed, strict=True)]
         capacity = document.tokens + document.slack
         sequence = SequenceKV(loaded, self._pool, capacity, shapes=shapes, length=document.tokens, is_last=appends)
-        places = []
+        held = [[some.index(head) for head, _, _ in parts] for some, parts in zip(computed, mine, strict=True)]
         try:
             for idx, parts in enumerate(mine):
-                held = [computed[idx].index(head) for head, _, _ in parts]
-                sequence.reserve(idx, [last - first for _, first, last in parts], held)
-                places.append([sequence.head_pieces(idx, head)[0] for head in held])
+                sequence.reserve(idx, [last - first for _, first, last in parts], held[idx])
+            # Only now, since rows may move when others are reserved.
+            places = [[sequence.head_pieces(idx, head)[0] for head in some] for idx, some in enumerate(held)]
             sizes = [_elements(parts, shape) for sent in messages for parts, shape in zip(sent, layers, strict=True)]
             return sequence, places, torch.empty(max(sizes, default=0), dtype=loaded.dtype, device=loaded.device)
         except BaseException:

@@ -419,7 +419,7 @@ class SequenceKV:
         values: torch.Tensor,
         kept: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Take a layer's keys and values (1, kv_heads, tokens, dim), from position `first` on.
+        """Take a layer's keys and values (1, kv_heads, tokens, dim), from position `first` on; not rows of its pool.
 
         kept : positions that each head keeps of the sequence, (tokens,) int64, ascending; `first` is then 0. None: all
             of them.

@@ -93,8 +93,8 @@ def prepare(
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
     compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
     rolling = together(world, partial(_open_rolling, spec, loaded, logger))
-    why_alone, in_pages = None if rolling is None else "rolling caches cannot be combined in a row yet", False
-    if rolling is None and not spec.is_plain:
+    why_alone, in_pages = None, False
+    if not spec.is_plain:
         why_alone, in_pages = check_together(partial(try_rows, spec, loaded, logger))
     if compression is not None:
         logger.info(f"keys and values are compressed before answers are decoded ({compression.describe()})")
@@ -410,7 +410,7 @@ def try_rows(spec: JobSpec, loaded: LoadedModel, logger: RankLogger) -> tuple[st
     fast on CPUs. Sharded documents are decoded by all ranks, without pages.
     """
     why_no_pages = None
-    if loaded.device.type == "cuda" and not spec.is_spread:
+    if loaded.device.type == "cuda" and not spec.is_spread and not spec.cache.is_rolling:
         trial = Pool(loaded.shape.layers, loaded.dtype, loaded.device, 2 * PAGE_ROWS)
         if (why_no_pages := why_not_packed(loaded, trial)) is None:
             return None, True

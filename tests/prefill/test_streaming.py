@@ -6,6 +6,7 @@ import pytest
 import torch
 from chains import greedy, single
 from models import prompt, tiny
+from rows import batch_of, finish, other_prompt, ready, tokens_of
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.rolling import SINKS, Rolling
@@ -97,3 +98,24 @@ def test_a_ring_that_overwrites_what_is_still_seen_does_not_pass_the_check(
     monkeypatch.setattr(Rolling, "rows", property(lambda rolling: rolling.cache_tokens + rolling.step_tokens - 2))
     with pytest.raises(ModelError, match="does not run a few tokens at a time"):
         prove_rolling(loaded, rolling)
+
+
+@pytest.mark.parametrize(("name", "rolling"), [("mistral-window", Rolling(15, 7)), ("llama-gqa", Rolling(20, 7, 3))])
+def test_prompts_with_rolling_caches_are_decoded_in_one_row(name: str, rolling: Rolling) -> None:
+    """Each answer is what it is alone, though they drop their tokens at different steps."""
+    loaded, ran = ready(name), list[int]()
+
+    def answers(lengths: list[int]) -> dict[int, tuple[int, ...]]:
+        batch = batch_of(loaded, 3 * NEW_TOKENS)
+        for tokens in lengths:
+            batch.add(tokens, prefill_rolling(loaded, other_prompt(tokens), rolling), other_prompt(tokens), 0)
+        hook = loaded.model.register_forward_pre_hook(lambda module, args: ran.append(1))
+        try:
+            return tokens_of(finish(batch))
+        finally:
+            hook.remove()
+
+    lengths = [2, 9, 33, 70]
+    alone = {key: tokens for each in lengths for key, tokens in answers([each]).items()}
+    ran.clear()
+    assert answers(lengths) == alone and len(ran) == 3 * NEW_TOKENS - 1

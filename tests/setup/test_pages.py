@@ -57,6 +57,7 @@ def test_pages_are_for_packed_documents_on_gpus(
         return f"{tried[-1]} fail" if tried[-1] in fails else None
 
     monkeypatch.setattr(prepare, "why_not_packed", fail)
-    loaded, spec = replace(tiny("llama-gqa"), device=torch.device(device)), SimpleNamespace(is_spread=is_spread)
+    loaded, cache = replace(tiny("llama-gqa"), device=torch.device(device)), SimpleNamespace(is_rolling=False)
+    spec = SimpleNamespace(is_spread=is_spread, cache=cache)
     assert (*try_rows(spec, loaded, logger_to(said)), tried) == found  # type: ignore[arg-type]
     assert ["pages fail" in line for line in said] == [True] * (fails == "pages" and tried[0] == "pages")
