@@ -27,7 +27,17 @@ from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, seal
 from kvr_mpi.store.record import record_values
 from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.stored_kv import Piece, StoredKV, open_pieces, piece_id, verify_written
-from kvr_mpi.store.volumes import KV, LOG, RECORDS, RESULTS, create_volume, key_of, volume_line, write_lines
+from kvr_mpi.store.volumes import (
+    KV,
+    LOG,
+    RECORDS,
+    RESULTS,
+    EmbeddingsWriter,
+    create_volume,
+    key_of,
+    volume_line,
+    write_lines,
+)
 
 # If keys and values are larger than this in total, they stay in their volumes: copying would double the writing.
 MERGE_MAX_BYTES = 4 << 30
@@ -145,6 +155,7 @@ def write_results(
     inside: dict[str, tuple[int, str]] = {}
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
     with create_volume(target) as file, TemporaryFile(dir=target.parent) as records:
+        embeddings = EmbeddingsWriter(file, len(found))
         for name, record in zip(found.ids(), found, strict=True):
             if should_stop():
                 raise _StoppedError
@@ -158,6 +169,8 @@ def write_results(
                 for each in place.pieces:
                     beside.setdefault(Path(each.path), {})[each.id] = (each.bytes, each.sha256)
             records.write(seal(record_values(record, needs)))
+            embeddings.add(record.embedding)
+        embeddings.flush()
         write_lines(file, RECORDS, records)
         log = BytesIO()
         log.write(seal(found.header.as_line()))

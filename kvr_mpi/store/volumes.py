@@ -10,6 +10,9 @@
       /records                 of results.h5: the records, a line of JSON
                                each, in the order of their ids (uint8)
       /log                     of results.h5: the log's other lines (uint8)
+      /embeddings              of results.h5, if there are any: those of the
+                               records, in the same order (documents,
+                               dimension), float32; NaN if it has none
 
 A volume is valid if a line of a log lists it (see ``log``); otherwise it was not finished. Everything has a checksum:
 a line its own, keys and values their digests, and what describes them a hash in the log. Files of any other version are
@@ -19,12 +22,12 @@ refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import h5py
@@ -45,8 +48,9 @@ from kvr_mpi.store.log import LINE_BYTES, VOLUME, seal
 
 RESULTS = "results.h5"
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 5
-LOG, RECORDS, KV = "log", "records", "kv"
+LOG, RECORDS, KV, EMBEDDINGS = "log", "records", "kv", "embeddings"
 BLOCK_BYTES = 4 << 20
+BLOCK_ROWS = 1024
 
 
 def is_ours(name: str) -> bool:
@@ -105,6 +109,41 @@ def write_lines(file: h5py.File, name: str, lines: BinaryIO) -> None:
         space.select_hyperslab((at,), (len(block),))
         data.write(h5py.h5s.create_simple((len(block),)), space, np.frombuffer(block, np.uint8))
         at += len(block)
+
+
+class EmbeddingsWriter:
+    """Writes the embeddings of records to a new ``results.h5``, some rows at a time; nothing if there is none.
+
+    rows : number of records.
+    """
+
+    def __init__(self, file: h5py.File, rows: int) -> None:
+        self._file, self._rows, self._written = file, rows, 0
+        self._waiting: list[Sequence[float]] = []
+        self._data: Any = None
+        self._dimension = 0
+
+    def add(self, embedding: Sequence[float]) -> None:
+        """Add the next record's embedding, which may be empty; raises `DataError` if it has another dimension."""
+        if embedding and self._data is None:
+            self._dimension = len(embedding)
+            self._data = create_dataset(self._file, EMBEDDINGS, h5py.h5t.IEEE_F32LE, (self._rows, self._dimension))
+        if embedding and len(embedding) != self._dimension:
+            raise DataError(f"embeddings have {self._dimension} and {len(embedding)} dimensions; expected one of them")
+        self._waiting.append(embedding)
+        if len(self._waiting) == BLOCK_ROWS and self._data is not None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that were added."""
+        if self._data is None or not self._waiting:
+            return
+        rows = np.array([row or [np.nan] * self._dimension for row in self._waiting], np.float32)
+        space = self._data.get_space()
+        space.select_hyperslab((self._written, 0), rows.shape)
+        self._data.write(h5py.h5s.create_simple(rows.shape), space, rows)
+        self._written += len(rows)
+        self._waiting.clear()
 
 
 @dataclass(frozen=True, slots=True)
