@@ -77,6 +77,8 @@ ASKED: dict[str, Job] = {
     "samples": {**SAMPLED, "generation.n": 2},
     "schema": {"generation.json_schema": SCHEMA, "generation.max_new_tokens": 16},
     "adapter": {"model.adapter": "{adapter}"},
+    "embedding": {"output.embedding": "mean", "generation.max_new_tokens": None, "documents.format": "text"},
+    "text-logprobs": {"output.text_logprobs": True, "generation.max_new_tokens": None},
 }
 SETTINGS = {**WAYS, **KEPT, **ASKED}
 RUNS: dict[str, Job] = {
@@ -253,7 +255,8 @@ def told_differences(name: str, mine: Record, other: Record) -> list[str]:
     wrong = []
     if mine.compression != other.compression:
         wrong.append(f"{name}: compression {mine.compression!r}, not {other.compression!r}")
-    pairs = {"logprobs": (mine.logprobs, other.logprobs), "top": (mine.top_logprobs, other.top_logprobs)}
+    names = ("logprobs", "top_logprobs", "embedding", "text_logprobs")
+    pairs: dict[str, Any] = {name: (getattr(mine, name), getattr(other, name)) for name in names}
     for number, (one, two) in enumerate(zip(mine.sampled, other.sampled, strict=True)):
         pairs[f"sample {number}"] = one.get("logprobs", ()), two.get("logprobs", ())
     if len(mine.scored) != len(other.scored):

@@ -1,4 +1,4 @@
-"""``kvr export FILE --format jsonl|csv|parquet``: results for other programs."""
+"""``kvr export FILE --format jsonl|csv|parquet|npy``: results for other programs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["jsonl", "csv", "parquet", "openai-batch"]),
+    type=click.Choice(["jsonl", "csv", "parquet", "npy", "openai-batch"]),
     default="jsonl",
     show_default=True,
-    help="Output format; csv: answers, errors, finish_reason, coverage and the fields that the job requested; "
-    "openai-batch: responses for jobs with documents.format = 'openai-batch'; other formats: all fields.",
+    help="Output format; csv: answers, errors, finish_reason, coverage and the fields that the job requested; npy: ids "
+    "and embeddings; openai-batch: responses for jobs with documents.format = 'openai-batch'; other formats: all "
+    "fields.",
 )
 @click.option(
     "-o",
@@ -70,10 +71,10 @@ def export(
 
     if kv is not None and output is not None:
         raise click.UsageError("--kv FOLDER writes keys and values, -o FILE writes answers: choose one")
-    if fields is not None and (kv is not None or kind == "openai-batch"):
+    if fields is not None and (kv is not None or kind in ("openai-batch", "npy")):
         raise click.UsageError("--fields applies to --format jsonl, csv and parquet")
-    if output is None and kv is None and kind == "parquet":
-        raise click.UsageError("Parquet is a binary format: specify a file with -o FILE")
+    if output is None and kv is None and kind in ("parquet", "npy"):
+        raise click.UsageError(f"{kind} is a binary format: specify a file with -o FILE")
     if output is not None:
         check_file(output, overwrite=overwrite, reads=paths)
     results = open_results(*paths, verify=False, partial=True)  # records are verified when they are read
@@ -99,7 +100,7 @@ def _write(results: Results, kind: str, output: Path | None, status: str | None,
 
     from kvr_mpi.disk import replacing
     from kvr_mpi.store.batch_responses import write_responses
-    from kvr_mpi.store.export import asked_fields, choose_fields, write_export
+    from kvr_mpi.store.export import asked_fields, choose_fields, write_embeddings, write_export
 
     records = results.records(status)
     if fields is not None:
@@ -110,7 +111,9 @@ def _write(results: Results, kind: str, output: Path | None, status: str | None,
         if output is not None:  # not for standard output, whose reader may have closed the pipe
             files.enter_context(writing_file(output))
         stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
-        if kind == "openai-batch":
+        if kind == "npy":
+            write_embeddings(results, stream)
+        elif kind == "openai-batch":
             write_responses(records, stream, str(results.header.model["name"]))
         else:
             write_export(records, kind, stream, results.columns, chosen)

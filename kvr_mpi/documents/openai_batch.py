@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvr_mpi.documents.chat import why_not_arguments
@@ -17,7 +18,9 @@ from kvr_mpi.documents.json_schema import ANY_OBJECT, one_line, why_not_followed
 from kvr_mpi.documents.messages import joined, parse_messages
 from kvr_mpi.errors import DocumentError
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+# Of a request for an embedding: the encoding of its numbers, and how many of them the response has.
+ENCODINGS = ("float", "base64")
 PASSED = ("custom_id", "url", "model")  # fields of a request that are kept for its response
 # Fields of a body that do not affect the answer.
 BYSTANDERS = {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user"}
@@ -47,8 +50,11 @@ NUMBERS: dict[str, NumberRule] = {
 }
 
 
-def parse_request(row: Mapping[str, Any], place: str) -> Document:
-    """Convert a row to a document; unsupported fields become its error; `place` names a row without a custom_id."""
+def parse_request(row: Mapping[str, Any], place: str, *, embeds: bool = False) -> Document:
+    """Convert a row to a document; unsupported fields become its error; `place` names a row without a custom_id.
+
+    embeds : the job makes embeddings, not answers.
+    """
     name, url, body = row.get("custom_id"), row.get("url"), row.get("body")
     model = body.get("model") if isinstance(body, Mapping) else None
     known = zip(PASSED, (name, url, model), strict=True)
@@ -56,8 +62,11 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
     try:
         if not isinstance(name, str) or not name:
             raise DocumentError(f"{place}: custom_id is {name!r}; expected a text that is unique in the file")
-        _check_envelope(row)
+        _check_envelope(row, embeds=embeds)
         assert isinstance(body, Mapping)
+        if url == EMBEDDINGS:
+            document = _embedded(name, body)
+            return replace(document, passed={**passed, **document.passed})
         generation, template_args = _generation(body, str(url)), _template_args(body, str(url))
         if url == COMPLETIONS:
             text = body.get("prompt")
@@ -77,21 +86,46 @@ def parse_request(row: Mapping[str, Any], place: str) -> Document:
     )
 
 
-def _check_envelope(row: Mapping[str, Any]) -> None:
+def _embedded(name: str, body: Mapping[str, Any]) -> Document:
+    """Convert a request for an embedding to a document with what its response needs."""
+    text = body.get("input")
+    if isinstance(text, list) and len(text) == 1:
+        (text,) = text
+    if not isinstance(text, str):
+        what = f"a list of {len(text)}" if isinstance(text, list) else kind_of(text)
+        raise DocumentError(f"body.input is {what}; expected one text: make a request for each text")
+    encoding, dimensions = body.get("encoding_format"), body.get("dimensions")
+    if encoding not in (None, *ENCODINGS):
+        raise DocumentError(f"body.encoding_format is {encoding!r}; expected {' or '.join(map(repr, ENCODINGS))}")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise DocumentError(f"body.dimensions is {dimensions!r}; expected a whole number of at least 1")
+    wanted = {"encoding_format": encoding, "dimensions": dimensions}
+    return Document(
+        name, text, passed={field: value for field, value in wanted.items() if value is not None}, is_raw=True
+    )
+
+
+def _check_envelope(row: Mapping[str, Any], *, embeds: bool) -> None:
     """Refuse rows that are not requests, address other endpoints, or have unsupported fields."""
     if row.get("method") not in ("POST", None):
         raise DocumentError(f"method is {row['method']!r}; expected 'POST'")
     url, body = row.get("url"), row.get("body")
-    if url not in (CHAT, COMPLETIONS):
-        raise DocumentError(f"url is {url!r}: no such endpoint here; expected {CHAT!r} or {COMPLETIONS!r}")
+    if embeds != (url == EMBEDDINGS) and url in (CHAT, COMPLETIONS, EMBEDDINGS):
+        way = "set output.embedding" if url == EMBEDDINGS else "leave output.embedding out"
+        raise DocumentError(f"url is {url!r}, but the job makes {'embeddings' if embeds else 'answers'}: {way}")
+    if url not in (CHAT, COMPLETIONS, EMBEDDINGS):
+        raise DocumentError(
+            f"url is {url!r}: no such endpoint here; expected {CHAT!r}, {COMPLETIONS!r} or {EMBEDDINGS!r}"
+        )
     if not isinstance(body, Mapping):
         raise DocumentError(f"body is {kind_of(body)}; expected an object")
-    content = "prompt" if url == COMPLETIONS else "messages"
-    understood = {content, *SPECIAL, *NUMBERS, *NEUTRAL, *BYSTANDERS}
+    content = {COMPLETIONS: "prompt", CHAT: "messages", EMBEDDINGS: "input"}[str(url)]
+    settings = ("encoding_format", "dimensions") if embeds else (*SPECIAL, *NUMBERS)
+    understood = {content, *settings, *BYSTANDERS, *([] if embeds else NEUTRAL)}
     if unknown := sorted(str(name) for name, value in body.items() if value is not None and name not in understood):
         raise DocumentError(
             f"body has {', '.join(unknown)}, which is not supported here, so the request is not answered (supported: "
-            f"{content}, {', '.join((*SPECIAL, *NUMBERS))})"
+            f"{content}, {', '.join(settings)})"
         )
     for name, neutral in NEUTRAL.items():
         value = body.get(name)

@@ -155,6 +155,7 @@ def make_frame(
     after: str | None = None,
     options: ChatOptions = DEFAULT_CHAT,
     max_prompt_tokens: int,
+    ends: bool = False,
 ) -> Frame:
     """Render template and chat template once, with a placeholder for the document.
 
@@ -164,6 +165,7 @@ def make_frame(
     after : words after the document, replacing those of the template.
     options : variables and date for the chat template.
     max_prompt_tokens : length of the longest prompt that leaves room for the answer.
+    ends : without a chat template, keep all tokens that the tokenizer adds around a text, as embeddings need them.
 
     Raises `ConfigError` if the template lacks ``{text}``, the chat template is missing or rejects the prompt, or no
     text would fit.
@@ -184,7 +186,7 @@ def make_frame(
             f"{needed}: this model's tokenizer has no chat template; leave it out and write the instructions into "
             f"prompt.template"
         )
-    trims, begins = (False, False), list[int]()
+    trims, begins, added = (False, False), list[int](), list[int]()
     if has_chat and chat_template is not False:
         if why := why_not_used(tokenizer, options.arguments):
             raise ConfigError(f"prompt.template_args: {why}; leave it out, or check its name")
@@ -199,12 +201,14 @@ def make_frame(
         # Keep the tokenizer's BOS token, if it has one; its EOS token would end the prompt.
         begins = list(tokenizer(words[0] or " ")["input_ids"])[:1]
         begins = begins if begins == [tokenizer.bos_token_id] else []
+        if ends:
+            begins, added = _added_around(tokenizer)
     edges = trims[0] and not parsed.words[0].strip(), trims[1] and not parsed.words[-1].strip()
     last = len(parsed.names) - 1
     slots = [(name, (edges[0] and not number, edges[1] and number == last)) for number, name in enumerate(parsed.names)]
     before, place = _assemble(tokenizer, words[: at + 1], slots[:at], "start")
     behind, _ = _assemble(tokenizer, words[at + 1 :], slots[at + 1 :], "middle")
-    head, tail = (*begins, *before), tuple(behind)
+    head, tail = (*begins, *before), (*behind, *added)
     frame = Frame(head, tail, max_prompt_tokens, text=TextSlot("text", place, slots[at][1]))
     if frame.text_budget < 1:
         raise ConfigError(
@@ -212,6 +216,14 @@ def make_frame(
             f"(the context minus generation.max_new_tokens); shorten the template or lower generation.max_new_tokens"
         )
     return frame
+
+
+def _added_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer adds before and after a text."""
+    whole, plain = (list(tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (True, False))
+    starts = range(len(whole) - len(plain) + 1)
+    at = next((start for start in starts if whole[start : start + len(plain)] == plain), len(whole))
+    return whole[:at], whole[at + len(plain) :]
 
 
 def fit_prompt(frame: Frame, text_ids: Sequence[int], *, kept: Keep | None) -> PromptText:

@@ -34,6 +34,7 @@ class RowFormat:
     columns : fields that templates name.
     passed : fields that are copied to the records.
     model : of requests: the model that the first one names; others may name no other one.
+    embeds : requests are for embeddings; otherwise for answers.
     """
 
     id_field: str = "id"
@@ -43,6 +44,7 @@ class RowFormat:
     kind: RowKind = "text"
     encoding: str = UTF_8
     model: str | None = None
+    embeds: bool = False
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -55,7 +57,7 @@ class RowFormat:
         """Convert a row to a document; `place` becomes the id of a row without one."""
         passed = {field: _plain(row[field]) for field in self.passed if row.get(field) is not None}
         if self.kind == "openai-batch":
-            request = parse_request(row, place)
+            request = parse_request(row, place, embeds=self.embeds)
             if request.error is None and self.model and request.passed.get("model", self.model) != self.model:
                 other = f"body.model is {request.passed['model']!r}, the first row's is {self.model!r}"
                 error = f"{other}; a job uses one model: split the file"

@@ -26,8 +26,12 @@ QUESTIONS, SHARED_QUESTIONS = "[questions]", "[questions] with parallel.ranks_pe
 PROMPTS, REUSE, SPLIT = "[prompt.template]", "documents.reuse", "prompt.too_long = 'split'"
 ROWS, MESSAGES, REQUESTS = (f"documents.format{kind}" for kind in ("", " = 'messages'", " = 'openai-batch'"))
 PROMPT_KEYS = tuple(f"prompt.{key}" for key in ("template", "system", "too_long"))
+CHAT = "prompt.chat_template = true"
 CHAT_KEYS = ("prompt.chat_template", "prompt.template_args", "prompt.date")
 LOGPROBS, SAMPLES, SCHEMA = "generation.logprobs", "generation.n", "generation.json_schema"
+EMBEDDING, OWN_PROMPTS = "output.embedding", tuple(f"output.embedding = '{kind}'" for kind in ("document", "query"))
+TEXT_LOGPROBS = "output.text_logprobs"
+READ = (EMBEDDING, TEXT_LOGPROBS)
 SCORE, SCORE_COLUMN, NO_ANSWER = "generation.score", "generation.score = FIELD", "generation.max_new_tokens = 0"
 
 # Kinds of models that do not support all settings.
@@ -170,13 +174,32 @@ REFUSED = (
     Rule(SAMPLES, (KV,), "it stores the keys of only one answer"),
     Rule(SAMPLES, (SPLIT,), "several answers to one prompt are not supported with split documents"),
     Rule(SCORE, (SPLIT, REQUESTS), "scores are not supported with these yet"),
-    Rule(LOGPROBS, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
-    Rule(SCHEMA, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
-    Rule(SAMPLES, (NO_ANSWER, SCORE), "it applies to answers, and no answer is written"),
+    Rule(LOGPROBS, (NO_ANSWER, SCORE, *READ), "it applies to answers, and no answer is written"),
+    Rule(SCHEMA, (NO_ANSWER, SCORE, *READ), "it applies to answers, and no answer is written"),
+    Rule(SAMPLES, (NO_ANSWER, SCORE, *READ), "it applies to answers, and no answer is written"),
     Rule(
         SCHEMA,
         ("generation.stop", "generation.min_new_tokens"),
         "it would end or change answers against the schema",
+    ),
+    # What is read of prompts, instead of answers.
+    Rule(EMBEDDING, (TEXT_LOGPROBS,), "they are of different prompts", "use two jobs"),
+    *(
+        Rule(setting, others, why, *remedy)
+        for setting in READ
+        for others, why, *remedy in (
+            ((SCORE,), "continuations follow a prompt, and documents are only read"),
+            ((COMPRESS, "decode.mode", SHARDED_KV), "it is for answers, and no answer is written"),
+            ((ROLLING,), "only the last step of a rolling cache has final hidden states"),
+            ((QUESTIONS, REUSE), "tokens whose keys and values are stored have no final hidden states"),
+            ((SPLIT,), "each document is read in one prompt", "choose 'keep-head', or leave one of the two out"),
+            ((MESSAGES,), "conversations end with the beginning of an answer", "use documents.format = 'text'"),
+        )
+    ),
+    Rule(TEXT_LOGPROBS, (REQUESTS,), "no request asks for that", "use documents.format = 'text'"),
+    *(
+        Rule(setting, ("prompt.template", "prompt.system", CHAT), "the model's folder has the prompt", "leave it out")
+        for setting in OWN_PROMPTS
     ),
 )
 # Pairs that are not refused, although the first setting then has no effect; the docs list them.
@@ -184,6 +207,7 @@ NO_EFFECT = (
     Rule(PROMPTS, (SINGLE,), "plain transformers prefills every prompt separately"),
     Rule(PROMPTS, (LENGTH,), "keys depend on the length of the whole prompt"),
     Rule(PROMPTS, (ROLLING,), "a rolling cache cannot be continued by other prompts"),
+    Rule(PROMPTS, READ, "what is read of a prompt depends on all of its tokens"),
     Rule(PROMPTS, (COMPRESS,), "keys and values are compressed differently for each prompt"),
     Rule(REUSE, (SINGLE,), "plain transformers prefills every prompt separately"),
     Rule(REUSE, (LENGTH,), "keys depend on the length of the whole prompt"),
@@ -201,7 +225,9 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
     PROMPTS: lambda job: bool(job.prompts),
     SHARED_QUESTIONS: lambda job: job.questions is not None and job.is_spread,
     SCORE_COLUMN: lambda job: job.generation.score_column is not None,
-    NO_ANSWER: lambda job: job.generation.max_new_tokens == 0 and not job.generation.scores,
+    NO_ANSWER: lambda job: (
+        job.generation.max_new_tokens == 0 and not job.generation.scores and job.output.reads is None
+    ),
 }
 
 

@@ -289,6 +289,32 @@ class JobSpec(Strict):
     parallel: ParallelSection = ParallelSection()
     output: OutputSettings
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_texts(cls, given: Any) -> Any:
+        """Default to no answer and no chat template if documents are only read."""
+        output = given.get("output") if isinstance(given, dict) else None
+        if not isinstance(output, dict) or not (output.get("embedding") or output.get("text_logprobs")):
+            return given
+        defaults: dict[str, dict[str, Any]] = {"generation": {"max_new_tokens": 0}, "prompt": {"chat_template": False}}
+        prompt, documents = given.get("prompt"), given.get("documents")
+        is_chat = isinstance(prompt, dict) and (prompt.get("system") or prompt.get("template_args"))
+        if is_chat or (isinstance(documents, dict) and documents.get("format", "text") != "text"):
+            del defaults["prompt"]
+        for section, values in defaults.items():
+            if isinstance(own := given.get(section, {}), dict):
+                given = {**given, section: {**values, **own}}
+        return given
+
+    @model_validator(mode="after")
+    def _reads_or_writes(self) -> JobSpec:
+        if self.output.reads is not None and self.generation.max_new_tokens:
+            raise ValueError(
+                f"{self.output.reads} replaces the answer, but generation.max_new_tokens = "
+                f"{self.generation.max_new_tokens} asks for one: leave one of them out"
+            )
+        return self
+
     @property
     def prompts(self) -> dict[str, str]:
         """Templates of several prompts about each document, by name; none if there is one prompt."""

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.cpu_attention import CpuAttention
+from kvr_mpi.model.final_states import final_states
 from kvr_mpi.model.kernels import ATTENTION_SLOT, use_kernels
 from kvr_mpi.model.layer_chunks import cut_layers
 from kvr_mpi.model.masks import check_mask, request_mask
@@ -187,6 +188,7 @@ def run_model(
     positions: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
     chunk_lengths: ChunkLengths | None = None,
+    reads: Literal["logits", "states"] = "logits",
 ) -> torch.Tensor:
     """Run tokens (1, tokens) through the model, after those in its cache; return logits (rows, vocab_size), float32.
 
@@ -194,6 +196,7 @@ def run_model(
     positions : position of each token in its document (1, tokens); by default, the cache or the model counts.
     keep : indices of the tokens whose logits are returned (rows,); by default, the last one.
     chunk_lengths : the tokens of each chunk, for each layer (`layer_chunks`).
+    reads : states: return the final hidden states of all tokens (tokens, hidden) instead, and compute no logits.
     """
     tokens, parameters = ids.shape[1], inspect.signature(model.forward).parameters
     argument, cuts = next(name for name in CACHE_ARGUMENTS if name in parameters), "logits_to_keep" in parameters
@@ -216,6 +219,8 @@ def run_model(
             options["attention_mask"] = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=ids.device)
             hook = _SdpaHook(cache, kernel)
     with running(lengths, chunk_lengths), hook:
+        if reads == "states":
+            return final_states(model, lambda: model(**options))
         logits = model(**options).logits[0]
     read: torch.Tensor = logits[-1:] if keep is None else logits if cuts else logits[keep]
     return read.float()

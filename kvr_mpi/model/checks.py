@@ -90,13 +90,18 @@ def _rope_contradictions(rope: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope beta_fast = {fast} and beta_slow = {slow}, expected beta_fast not to be lower"
 
 
-def check_loaded(model: Any, info: Mapping[str, Iterable[Any]], stored: Collection[str] = ()) -> None:
+def check_loaded(
+    model: Any, info: Mapping[str, Iterable[Any]], stored: Collection[str] = (), *, needs_head: bool = True
+) -> None:
     """Refuse a model unless each tensor of its files is used or harmless, and each parameter is filled (`ModelError`).
 
     info : what ``from_pretrained(output_loading_info=True)`` returns.
     stored : names of all tensors in the files.
+    needs_head : the weights of the head, which follows the final hidden states, must not be missing either.
     """
-    missing = sorted(map(str, info.get("missing_keys", ())))
+    head = None if needs_head else model.get_output_embeddings()
+    unused = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+    missing = sorted(set(map(str, info.get("missing_keys", ()))) - unused)
     if missing:
         raise ModelError(
             f"{len(missing)} weights that config.json asks for are not in the files ({few(missing)}), and would be "

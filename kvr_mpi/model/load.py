@@ -59,6 +59,7 @@ def load_model(
     cache_dir: Path,
     device_index: int = 0,
     tp_group: TensorParallelGroup | None = None,
+    needs_head: bool = True,
 ) -> LoadedModel:
     """Load weights, tokenizer and shape; in a tensor-parallel group only this rank's part of the weights.
 
@@ -69,6 +70,7 @@ def load_model(
     cache_dir : folder for converted GGUF models.
     device_index : index of the GPU among those that this rank sees.
     tp_group : the ranks with the other parts; loading does not wait for them.
+    needs_head : refuse a model whose files lack the weights of its head, as those of some embedding models do.
 
     Raises `ModelError` if the model is missing, incomplete, damaged or of an unknown architecture, or cannot be
     divided; `ConfigError` if its heads cannot be divided among the group.
@@ -108,7 +110,7 @@ def load_model(
         files = folder_of(source)
         if source.is_hub:
             check_types(files, config)
-        check_loaded(model, info, [name for name, _ in tensor_types(files)])
+        check_loaded(model, info, [name for name, _ in tensor_types(files)], needs_head=needs_head)
         check_generation(files)
         check_dtype(model.dtype, target)
         model = model.to(target).eval()

@@ -133,21 +133,31 @@ def digest_of(ids: Sequence[int], bounds: Sequence[int]) -> int:
 
 
 def agree(
-    transfers: PromptTransfers | None, place: int, decode_place: int, device: torch.device, digest: int | None
-) -> list[int]:
-    """Send this rank's status to the decode rank; every rank calls this after its slice.
+    transfers: PromptTransfers | None,
+    place: int,
+    decode_place: int,
+    device: torch.device,
+    digest: int | None,
+    read: torch.Tensor | None = None,
+    size_of: Callable[[int], int] = lambda place: 0,
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Send this rank's status, and what it has read of the prompt, to the decode rank; all ranks call it after a slice.
 
-    Status messages are forwarded like segments, from the place of each slice to the next, up to the decode rank.
+    These messages are forwarded like segments, from the place of each slice to the next, up to the decode rank.
 
     place, decode_place : places of this rank's slice and of the decode rank's slice.
     digest : result of `digest_of`; None if this rank has failed.
+    read : values (values,), float64; None: none, or this rank has failed.
+    size_of : number of values from a place.
 
     Returns the places of the ranks that failed: on the decode rank of all, first slice first; on the others only their
-    own. Raises `AgreementError` on the decode rank, if another rank has computed another prompt or plan.
+    own; and on the decode rank the values from each place, in order. Raises `AgreementError` on the decode rank, if
+    another rank has computed another prompt or plan.
     """
     failed = [place] if digest is None else []
+    values = torch.zeros(size_of(place), dtype=torch.float64, device=device) if read is None else read
     if transfers is None:
-        return failed
+        return failed, [values]
     forwarder, rank_of = transfers.forwarder, transfers.rotation.rank_of
     # Steps along the chain: the decode rank has the last one, and the rank after it the first.
     size = forwarder.transport.size
@@ -155,18 +165,20 @@ def agree(
     own_step, after = steps.place_of(place), None if place == decode_place else rank_of(place + 1)
     status = torch.full((1,), FAILED if digest is None else digest, dtype=torch.int64, device=device)
     if after is not None:
-        sent = forwarder.announce(status, after, transfers.tag(transfers.layers, own_step))
+        message = torch.cat([status, values.view(torch.int64)])
+        sent = forwarder.announce(message, after, transfers.tag(transfers.layers, own_step))
     received: dict[int, Transfer] = {}
     for step in reversed(range(own_step)):
-        word, tag = torch.zeros_like(status), transfers.tag(transfers.layers, step)
-        received[steps.rank_of(step)] = forwarder.receive(word, rank_of(place - 1), tag, after)
+        source = steps.rank_of(step)
+        word, tag = status.new_zeros(1 + size_of(source)), transfers.tag(transfers.layers, step)
+        received[source] = forwarder.receive(word, rank_of(place - 1), tag, after)
     if after is not None:
         forwarder.send(sent)
-        return failed
+        return failed, []
     for transfer in received.values():
         forwarder.wait(transfer)
     forwarder.wait_for_compute()
-    found = {source: int(transfer.tensor) for source, transfer in received.items()}
+    found = {source: int(transfer.tensor[0]) for source, transfer in received.items()}
     for source, other in found.items():
         if digest is not None and other not in (FAILED, digest):
             raise AgreementError(
@@ -174,7 +186,10 @@ def agree(
                 f"{other:016x}) than rank {rank_of(place)} ({digest:016x}): the job ends before a wrong answer is "
                 f"stored; please report this"
             )
-    return sorted(failed + [source for source, other in found.items() if other == FAILED])
+    parts = {source: transfer.tensor[1:].view(torch.float64) for source, transfer in received.items()} | {place: values}
+    return sorted(failed + [source for source, other in found.items() if other == FAILED]), [
+        parts[source] for source in sorted(parts)
+    ]
 
 
 def describe_failure(

@@ -29,6 +29,7 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, agree, attempt, complete_transfers, describe_failure, digest_of
+from kvr_mpi.prefill.reading import Reading
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -48,7 +49,7 @@ class Prefill:
 
     partition: Partition
     cache: Any
-    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the decode rank
+    logits: torch.Tensor | None  # (vocab_size,) float32; None on every rank but the decode rank, or with a `Reading`
     seconds: float
     wait_s: float = 0.0  # of `seconds`, waiting for other ranks' keys and values
     sent_bytes: int = 0
@@ -64,6 +65,7 @@ class Prefill:
     began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
     row_share: float = 1.0  # this prompt's fraction of `seconds`, which covers its whole row
     layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which is asynchronous
+    read: torch.Tensor | None = None  # on the decode rank, the result of a `Reading` (values,) float64, on the CPU
 
     @property
     def held_tokens(self) -> float:
@@ -117,15 +119,24 @@ def run_plain(model: Any, ids: Sequence[int], device: torch.device) -> tuple[Dyn
     return cache, run_model(model, torch.tensor([ids], device=device), cache)[0]
 
 
+@torch.inference_mode()
+def read_single(loaded: LoadedModel, ids: Sequence[int], reading: Reading) -> tuple[DynamicCache, torch.Tensor]:
+    """Run a prompt with plain transformers; return its cache and what is read of it (values,)."""
+    cache, row = plain_cache(loaded.model), torch.tensor([ids], device=loaded.device)
+    states = run_model(loaded.model, row, cache, reads="states")
+    return cache, reading.join([reading.read(loaded, ids, 0, states)], len(ids))
+
+
 def prefill_alone(
     loaded: LoadedModel,
     tokens: int,
     run: Callable[[], tuple[Any, torch.Tensor]],
     *,
     strategy: str = KVR,
+    is_read: bool = False,
     **facts: Any,
 ) -> Prefill:
-    """Prefill a prompt on this rank with `run`, which returns its cache and logits.
+    """Prefill a prompt on this rank with `run`, which returns its cache and logits (or what `is_read` of it).
 
     If memory runs out, or plain transformers (`PLAIN`) fails, the result has the error instead of a cache. `facts` are
     its other attributes.
@@ -133,13 +144,15 @@ def prefill_alone(
     began = time.perf_counter()
     found = attempt(run, loaded.tp_group, is_plain=strategy == PLAIN)
     wait_for_compute(loaded.device)
-    seconds, cache, logits, error = time.perf_counter() - began, None, None, None
+    seconds, cache, error = time.perf_counter() - began, None, None
     if isinstance(found, Failure):
         error = found.why
     else:
-        cache, logits = found
+        cache, output = found
+        facts["read" if is_read else "logits"] = output
+    whole = Partition((0, tokens))
     return Prefill(
-        Partition((0, tokens)), cache, logits, seconds, strategy=strategy, error=error, began_s=began, **facts
+        whole, cache, seconds=seconds, strategy=strategy, error=error, began_s=began, **{"logits": None, **facts}
     )
 
 
@@ -182,6 +195,7 @@ def prefill_kvr(
     keeps_all: bool = False,
     chunk_tokens: int | None = None,
     pool: Pool | None = None,
+    reading: Reading | None = None,
     **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
     """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or on other routes.
@@ -201,6 +215,7 @@ def prefill_kvr(
         chunks.
     chunk_tokens : every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
     pool : for the keys and values that this rank keeps; None: memory of their own.
+    reading : what is read of the prompt instead of its logits; on routes on which each rank computes one slice.
     **of_cache : options of `SliceRow`, on each rank.
     """
     if partition.tokens != len(ids):
@@ -220,26 +235,40 @@ def prefill_kvr(
     route = make(partition, rotation.place_of(chain.rank), known)
     if keeps_all or not loaded.attends_in_parts:
         route = replace(route, reads_from=None, next_reads_from=None)
+    if reading is not None and reading.reads_all:
+        route = replace(route, saves_last_layer=False)
     began = time.perf_counter()
     own = transfers = None
     if forwarder is None and chain.size > 1:
         own = forwarder = Forwarder(chain, device=loaded.device)
 
     def run_slice() -> torch.Tensor | None:
-        """Run this rank's tokens; return logits (vocab_size,) if there are any."""
+        """Run this rank's tokens; return logits (vocab_size,), or the values that are read, if there are any."""
         row = torch.tensor([[token for start, stop in route.owned for token in ids[start:stop]]], device=loaded.device)
         positions = None  # contiguous ones are counted by the model
         if len(route.owned) > 1:
             positions = torch.cat([torch.arange(*bounds, device=loaded.device) for bounds in route.owned]).unsqueeze(0)
             positions += loaded.shape.first_position
-        logits = None
+        found = None
         assert cache is not None
         cache.begin()
         with contextlib.suppress(UnreadError):
+            run = partial(run_model, loaded.model, row, cache, positions=positions)
             lengths = [[total_tokens(chunk) for chunk in layer.chunks] for layer in cache.layers]
-            logits = run_model(loaded.model, row, cache, positions=positions, chunk_lengths=lengths)[0]
+            if reading is None:
+                found = run(chunk_lengths=lengths)[0]
+            else:
+                states = run(chunk_lengths=lengths, reads="states")
+                found = reading.read(loaded, ids, route.owned[0][0], states)
         cache.finish()
-        return logits
+        return found
+
+    def size_of(place: int) -> int:
+        """Count the values that are read at a place of the chain."""
+        if reading is None:
+            return 0
+        (bounds,) = make(partition, place, known).owned
+        return reading.size(loaded.shape.hidden_size, *bounds, partition.tokens)
 
     found: torch.Tensor | Failure | None
     cache: SliceRow | None = None
@@ -261,10 +290,11 @@ def prefill_kvr(
     failure = found if isinstance(found, Failure) else None
     if failure is not None:
         complete_transfers(cache)
-    failed: list[int] = []
-    if spares_chain:
+    failed, parts = list[int](), list[torch.Tensor]()
+    if spares_chain or reading is not None:
         digest = None if failure is not None else digest_of(ids, partition.bounds)
-        failed = agree(transfers, route.position, route.decode_position, cache.device, digest)
+        values = None if reading is None or isinstance(found, Failure) else found
+        failed, parts = agree(transfers, route.position, route.decode_position, cache.device, digest, values, size_of)
     if transfers is None:
         wait_for_compute(loaded.device)
     else:
@@ -279,12 +309,13 @@ def prefill_kvr(
         if cache.sequence is not None:
             cache.sequence.release()
         error = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
-    has_logits = cache.is_decode_rank and of_cache.get("stop_after") is None and not failed
+    has_logits = cache.is_decode_rank and of_cache.get("stop_after") is None and not failed and reading is None
     return Prefill(
         partition,
         None if failed else cache.sequence,
         found if has_logits and not isinstance(found, Failure) else None,
         seconds,
+        read=None if reading is None or failed or not parts else reading.join(parts, partition.tokens),
         wait_s=wait_s,
         sent_bytes=transfers.sent_bytes if transfers else 0,
         last=rotation.rank_of(route.decode_position),
@@ -303,11 +334,14 @@ def prefill_whole(
     *,
     spares_chain: bool = False,
     pool: Pool | None = None,
+    reading: Reading | None = None,
     **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
     """Prefill a whole prompt on this rank as `prefill_kvr` does its slices."""
     whole = Partition((0, len(ids)))
-    return prefill_kvr(loaded, ids, whole, LocalTransport(), spares_chain=spares_chain, pool=pool, **of_cache)
+    return prefill_kvr(
+        loaded, ids, whole, LocalTransport(), spares_chain=spares_chain, pool=pool, reading=reading, **of_cache
+    )
 
 
 def why_no_chunks(loaded: LoadedModel) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +19,7 @@ from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
 from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_whole, wait_for_compute
+from kvr_mpi.prefill.reading import Reading
 
 # Tokens of a packed forward pass, by device type: a GPU needs more rows for the full speed of its products.
 PACK_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -30,6 +33,7 @@ def prefill_packed(
     prefix: SequenceKV | None = None,
     retain: Retain | None = None,
     pool: Pool | None = None,
+    readings: Sequence[Reading] = (),
 ) -> list[Prefill]:
     """Prefill several short prompts in one forward pass, each exactly as alone (`prefill_kvr` on one rank).
 
@@ -40,6 +44,7 @@ def prefill_packed(
     prefix : prefix of all prompts, if it has been computed; the prompts still contain it.
     retain : for a single prompt: what its heads keep.
     pool : for keys and values; None: memory of their own.
+    readings : what is read of each prompt instead of its logits, of all of them the same; empty: nothing.
 
     Returns a prefill for each prompt, with its own cache; `seconds` covers the whole forward pass. Raises `DataError`
     if the prefix is stored, and cannot be read.
@@ -50,12 +55,19 @@ def prefill_packed(
     if (len(prompts) == 1 and not is_compressed) or why_never_packed(loaded):
         return [
             prefill_whole(
-                loaded, ids, reserve_tokens=reserve, prefix=prefix, spares_chain=True, retain=retain, pool=pool
+                loaded,
+                ids,
+                reserve_tokens=reserve,
+                prefix=prefix,
+                spares_chain=True,
+                retain=retain,
+                pool=pool,
+                reading=reading,
             )
-            for ids, reserve in zip(prompts, reserves, strict=True)
+            for ids, reserve, reading in zip(prompts, reserves, readings or repeat(None, len(prompts)), strict=True)
         ]
     began = time.perf_counter()
-    found = attempt(lambda: _prefill_row(loaded, prompts, reserves, prefix, pool), loaded.tp_group)
+    found = attempt(lambda: _prefill_row(loaded, prompts, reserves, prefix, pool, readings), loaded.tp_group)
     if not isinstance(found, Failure):
         return found
     if loaded.device.type == "cuda":
@@ -70,7 +82,14 @@ def prefill_packed(
     return [
         prefill
         for some in (slice(None, half), slice(half, None))
-        for prefill in prefill_packed(loaded, prompts[some], reserve_tokens=reserves[some], prefix=prefix, pool=pool)
+        for prefill in prefill_packed(
+            loaded,
+            prompts[some],
+            reserve_tokens=reserves[some],
+            prefix=prefix,
+            pool=pool,
+            readings=readings[some],
+        )
     ]
 
 
@@ -81,6 +100,7 @@ def _prefill_row(
     reserves: Sequence[int],
     prefix: SequenceKV | None,
     pool: Pool,
+    readings: Sequence[Reading],
 ) -> list[Prefill]:
     began, start, sequences = time.perf_counter(), 0 if prefix is None else prefix.length, list[SequenceKV]()
     try:
@@ -90,9 +110,20 @@ def _prefill_row(
             else:
                 prefix.check(ids)
                 sequences.append(prefix.fork(len(ids) + reserve, pool))
-        row = Row(sequences, [len(ids) - start for ids in prompts], reads="last")
-        last_rows = torch.tensor([last - 1 for _, last in row.bounds], device=loaded.device)
-        logits = run_row(loaded, row, [token for ids in prompts for token in ids[start:]], last_rows)
+        reads_all = any(reading.reads_all for reading in readings)
+        row = Row(sequences, [len(ids) - start for ids in prompts], reads="all" if reads_all else "last")
+        tokens = [token for ids in prompts for token in ids[start:]]
+        outputs: list[dict[str, Any]]
+        if readings:
+            states = run_row(loaded, row, tokens, reads="states")
+            each_states = (states[first:last] for first, last in row.bounds)
+            outputs = [
+                {"logits": None, "read": reading.join([reading.read(loaded, ids, start, own)], len(ids))}
+                for ids, reading, own in zip(prompts, readings, each_states, strict=True)
+            ]
+        else:
+            last_rows = torch.tensor([last - 1 for _, last in row.bounds], device=loaded.device)
+            outputs = [{"logits": each.clone()} for each in run_row(loaded, row, tokens, last_rows)]
         row.advance()
         wait_for_compute(loaded.device)
     except BaseException:
@@ -104,13 +135,13 @@ def _prefill_row(
         Prefill(
             Partition((0, len(ids))),
             sequence,
-            each.clone(),
-            seconds,
+            seconds=seconds,
+            **output,
             known_tokens=start,
             began_s=began,
             row_share=(len(ids) - start) / row.bounds[-1][1],
         )
-        for ids, sequence, each in zip(prompts, sequences, logits, strict=True)
+        for ids, sequence, output in zip(prompts, sequences, outputs, strict=True)
     ]
     if prefix is not None and prefix.compression:
         for prefill in prefills:
@@ -118,8 +149,14 @@ def _prefill_row(
     return prefills
 
 
-def run_row(loaded: LoadedModel, row: Row, tokens: Sequence[int], keep: torch.Tensor | None = None) -> torch.Tensor:
-    """Run the model on the new tokens of a row; return logits (rows, vocab_size), float32.
+def run_row(
+    loaded: LoadedModel,
+    row: Row,
+    tokens: Sequence[int],
+    keep: torch.Tensor | None = None,
+    reads: Literal["logits", "states"] = "logits",
+) -> torch.Tensor:
+    """Run the model on the new tokens of a row; return logits (rows, vocab_size), float32, or what it `reads`.
 
     Lengths do not change: `Row.advance` counts the tokens.
 
@@ -127,7 +164,7 @@ def run_row(loaded: LoadedModel, row: Row, tokens: Sequence[int], keep: torch.Te
     """
     positions = row.positions if len(row.sequences) > 1 else None
     ids = torch.tensor([list(tokens)], device=loaded.device)
-    return run_model(loaded.model, ids, row, positions=positions, keep=keep)
+    return run_model(loaded.model, ids, row, positions=positions, keep=keep, reads=reads)
 
 
 @torch.inference_mode()

@@ -33,7 +33,8 @@ def row_format(spec: JobSpec) -> RowFormat:
     check_prompts(spec)
     columns = dict.fromkeys(name for template in parse_templates(spec) for name in template.columns)
     of = spec.documents
-    return RowFormat(of.id_field, of.content_field, tuple(columns), kept_columns(spec), of.format, of.encoding)
+    fields = of.id_field, of.content_field, tuple(columns), kept_columns(spec)
+    return RowFormat(*fields, of.format, of.encoding, embeds=spec.output.embedding is not None)
 
 
 def kept_columns(spec: JobSpec) -> tuple[str, ...]:
@@ -79,6 +80,10 @@ def identity_of(spec: JobSpec) -> dict[str, Any]:
         identity["columns"] = list(columns)
     if spec.documents.format != "text":
         identity["format"] = spec.documents.format
+    if spec.output.embedding is not None:
+        identity["embedding"] = spec.output.model_dump(include={"embedding", "dimensions"})
+    if spec.output.text_logprobs:
+        identity["text_logprobs"] = int(spec.output.text_logprobs)
     if spec.questions is not None:
         identity["questions"] = spec.questions.model_dump(include={"ask", "template"})
     return identity

@@ -118,8 +118,7 @@ class Prompt(PromptText):
             status="done",
             answer=answer.text,
             token_ids=answer.token_ids,
-            **_asked_for(answer),
-            **self._checked(answer),
+            **(_asked_for(answer) | self._checked(answer)),
             computed_tokens=self.tokens - prefill.known_tokens,
             text_tokens=self.text[1] - self.text[0],
             dropped_tokens=self.dropped_tokens,
@@ -141,7 +140,7 @@ class Prompt(PromptText):
             return self.error_record(too_little(whole.coverage, self.min_coverage))
         return replace(whole, prefill_tokens_per_s=whole.computed_tokens / whole.ttft_s)
 
-    def _checked(self, answer: Answer) -> dict[str, str]:
+    def _checked(self, answer: Answer) -> dict[str, Any]:
         """Compare an answer, and its samples, with the document; return fields of the record."""
         if not self.compared_text or not answer.text:
             return {}

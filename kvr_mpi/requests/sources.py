@@ -22,6 +22,7 @@ from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.requests.prompt import Prompt, sum_records, too_little
+from kvr_mpi.requests.readout import Readout
 from kvr_mpi.store.record import Record
 from kvr_mpi.stored.prompt import StoredPrefix
 
@@ -45,6 +46,7 @@ class PromptConfig:
     frame, reduce_frame : the prompt around a document's text, and around the answers about its parts.
     max_new_tokens : maximum tokens of an answer.
     questions : frames by name, of several prompts about each document, or of questions about stored documents.
+    readout : what the job reads of its prompts; None: it writes answers.
     shares_beginning : whether prompts about a document may share the prefill of their common beginning.
     generation : settings that apply only to final answers.
     score_column : field of a document's row with the continuations to score, if there is one.
@@ -63,6 +65,12 @@ class PromptConfig:
     seed: int = 0
     shares_beginning: bool = True
     checks_answers: bool = False
+    readout: Readout | None = None
+
+    def text_of(self, document: Document) -> str:
+        """Return a document's text, with the instruction that the model's folder puts before it."""
+        before = None if self.readout is None else self.readout.instruction
+        return document.text if before is None else (before + document.text).strip()
 
     def scoring(self, document: Document) -> PromptConfig:
         """Return the settings with the document's continuations to score, and with room for the longest.
@@ -90,7 +98,8 @@ class PromptConfig:
             frame = self.questions[name]
             reduce_frame = frame if self.prompt.reduce_template is None else reduce_frame
         if document.is_raw:
-            frame = make_frame(self.tokenizer, TEXT, chat_template=False, max_prompt_tokens=frame.max_tokens)
+            ends = self.readout is not None
+            frame = make_frame(self.tokenizer, TEXT, chat_template=False, max_prompt_tokens=frame.max_tokens, ends=ends)
         context = frame.max_tokens + self.max_new_tokens
         room = context - new_tokens
         if room < 1:
@@ -244,7 +253,9 @@ class TextSource:
         """Put the template around a text; cut a text that is too long, or split it into several prompts."""
         if document.error is not None:
             raise DocumentError(document.error)
-        config = self._config.of(document)
+        config, wanted = self._config.of(document), document.passed.get("dimensions", 0) if document.is_raw else 0
+        if config.readout is not None and wanted > config.readout.dimensions:
+            raise DocumentError(f"body.dimensions is {wanted}; embeddings have {config.readout.dimensions}")
         request = Split(document, config, work)
         if document.messages:
             options = config.prompt.chat.over(document.template_args)
@@ -257,18 +268,18 @@ class TextSource:
             request.texts = [PromptText(tuple(chat), text=(0, len(chat)))]
             request.stored = self._find_prefix(request.texts[0].ids)
             return request
-        ids = config.frame.text.encode(config.tokenizer, document.text)
+        ids = config.frame.text.encode(config.tokenizer, config.text_of(document))
         if not ids:
             raise DocumentError(
                 f"{document.id} has no tokens: the tokenizer of this model drops all of its {document.chars} characters"
             )
-        wanted = config.prompt
-        if wanted.too_long == "split" and len(ids) > config.frame.text_budget:
+        prompts = config.prompt
+        if prompts.too_long == "split" and len(ids) > config.frame.text_budget:
             request.split_text(ids, config.frame)
         else:
-            prompt = fit_prompt(config.frame, ids, kept=wanted.kept)
-            if (coverage := 1 - prompt.dropped_tokens / len(ids)) < wanted.min_coverage:
-                raise DocumentError(too_little(coverage, wanted.min_coverage))
+            prompt = fit_prompt(config.frame, ids, kept=prompts.kept)
+            if (coverage := 1 - prompt.dropped_tokens / len(ids)) < prompts.min_coverage:
+                raise DocumentError(too_little(coverage, prompts.min_coverage))
             request.texts, request.stored = [prompt], self._find_prefix(prompt.ids)
             request.shared_tokens = config.shared_tokens(document, prompt)
         return request

@@ -14,7 +14,7 @@ from kvr_mpi.errors import AgreementError
 from kvr_mpi.kv.chain import WriteLayer
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefill_alone, prefill_kvr, run_plain
+from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefill_alone, prefill_kvr, read_single, run_plain
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
@@ -198,16 +198,19 @@ class ChainRunner:
                 prefix=prefix,
                 retain=retain,
                 pool=setup.pool,
+                readings=setup.readings_of([plan.prompt for plan in some]),
             )
         ]
 
     def _prefill_slice(self, plan: Plan, write: WriteLayer | None) -> Prefill:
         """Prefill this rank's slice; the last rank gets all keys and values, unless they are sharded."""
-        setup = self.setup
+        setup, reading = self.setup, next(iter(self.setup.readings_of([plan.prompt])), None)
         assert plan.partition is not None
         if setup.spec.is_plain:
             run = partial(run_plain, setup.loaded.model, plan.prompt.ids, setup.loaded.device)
-            return prefill_alone(setup.loaded, plan.prompt.tokens, run, strategy=PLAIN)
+            if reading is not None:
+                run = partial(read_single, setup.loaded, plan.prompt.ids, reading)
+            return prefill_alone(setup.loaded, plan.prompt.tokens, run, strategy=PLAIN, is_read=reading is not None)
         return prefill_kvr(
             setup.loaded,
             plan.prompt.ids,
@@ -224,6 +227,7 @@ class ChainRunner:
             retain=setup.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
             pool=setup.pool,
+            reading=reading,
         )
 
     def _prefill_after_shared(self, row: Sequence[Plan]) -> list[Prefill]:

@@ -7,13 +7,16 @@ which builds the final prompt from them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvr_mpi.compress.compression import size_of
 from kvr_mpi.decode.group import BatchEntry, Group, held_bytes
+from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model.tp_group import guarded
+from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.result_sink import ResultSink
@@ -54,6 +57,9 @@ class Decoder:
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Add a prefilled prompt; all ranks that hold a shard of it call this."""
         self._stop.announce()
+        if self._setup.readout is not None:
+            self._read(prompt, prefill)
+            return
         is_home, sequence = self._batch.group.is_home(prefill), prefill.cache
         if prefill.error is None and is_home:
             loaded, compression = self._setup.loaded, self._setup.compression
@@ -67,6 +73,17 @@ class Decoder:
         if self._setup.spec.is_spread and sequence is not None and came_through and not is_home and prompt.is_final:
             self._sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
         self._deliver(self._batch.take_finished())  # do not hold back finished answers
+
+    def _read(self, prompt: Prompt, prefill: Prefill) -> None:
+        """Store what was read of a prompt, which has no answer."""
+        readout, why, found = self._setup.readout, prefill.error, None
+        assert readout is not None
+        if prefill.read is not None:
+            self._sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
+            found = readout.fields(prompt, prefill.read)
+            why = explain_not_finite(self._setup.loaded.dtype) if found is None else None
+        answer = Answer((), "", "", 0.0)
+        self._deliver_one(prompt, prefill, None if found is None else answer, why, more=found or {})
 
     def decode(self, leave: int = 0) -> None:
         """Decode until at most `leave` answers are in progress, or until time is up."""
@@ -103,27 +120,39 @@ class Decoder:
 
     def _deliver(self, answered: Sequence[BatchEntry]) -> None:
         """Store final answers, and keep those to document parts for the leader."""
-        for finished in answered:
-            prompt, answer = finished.key, finished.answer
-            if answer is None:
-                record = prompt.error_record(finished.error or "unknown")
-            else:
-                rank_s = self._group_size * (finished.prefill.rank_s + finished.rank_s)
-                record = replace(prompt.record(finished.prefill, answer, rank_s), kernels=self._kernels)
-                self._trace.tally.rank_s += rank_s
-                self._trace.tally.prompt_tokens += prompt.tokens - finished.prefill.known_tokens
-                self._trace.tally.new_tokens += answer.new_tokens
-                self._trace.tally.prompts += 1
-                if prompt.is_final and record.status == "done":
-                    self._trace.tally.answers += 1
-                    self._trace.tally.cut_off += record.is_cut_off
-                    self._trace.tally.repeated += record.finish_reason == "repetition"
-                    self._trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
-                self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
-            if not prompt.is_final:
-                self._parts.append((prompt.key, record))
-            elif record.status == "error":
-                self._sink.write_record(record, prompt.document_work)
-            else:
-                self._sink.write_answer(record, prompt.document_work, finished.prefill, prompt)
-            finished.prefill.release()
+        for one in answered:
+            self._deliver_one(one.key, one.prefill, one.answer, one.error, one.rank_s)
+
+    def _deliver_one(
+        self,
+        prompt: Prompt,
+        prefill: Prefill,
+        answer: Answer | None,
+        error: str | None,
+        decode_rank_s: float = 0.0,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store the answer to a prompt, or why there is none; `more` are other fields of its record."""
+        if answer is None:
+            record = prompt.error_record(error or "unknown")
+        else:
+            rank_s = self._group_size * (prefill.rank_s + decode_rank_s)
+            record = replace(prompt.record(prefill, answer, rank_s), kernels=self._kernels)
+            self._trace.tally.rank_s += rank_s
+            self._trace.tally.prompt_tokens += prompt.tokens - prefill.known_tokens
+            self._trace.tally.new_tokens += answer.new_tokens
+            self._trace.tally.prompts += 1
+            if prompt.is_final and record.status == "done":
+                record = replace(record, **(more or {}))
+                self._trace.tally.answers += 1
+                self._trace.tally.cut_off += record.is_cut_off
+                self._trace.tally.repeated += record.finish_reason == "repetition"
+                self._trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
+            self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
+        if not prompt.is_final:
+            self._parts.append((prompt.key, record))
+        elif record.status == "error":
+            self._sink.write_record(record, prompt.document_work)
+        else:
+            self._sink.write_answer(record, prompt.document_work, prefill, prompt)
+        prefill.release()

@@ -63,6 +63,7 @@ def frame_of(spec: JobSpec, tokenizer: Any, shape: ModelShape, template: str, af
         after=after,
         options=prompt.chat,
         max_prompt_tokens=room,
+        ends=spec.output.embedding is not None,
     )
     if 2 * prompt.overlap_tokens > frame.text_budget:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
+from kvr_mpi.prefill.reading import Reading
 from kvr_mpi.preflight.inputs import identity_of
+from kvr_mpi.requests.readout import Readout, readout_of
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.store.lock import Owner, this_process
@@ -113,6 +116,15 @@ class JobSetup:
         if self.spec.is_spread:
             return "the ranks that share a prompt have to run the same tokens"
         return why_no_drafts(self.loaded)
+
+    @property
+    def readout(self) -> Readout | None:
+        """What the job reads of its prompts; None if it writes answers."""
+        return self.prompt_config.readout
+
+    def readings_of(self, prompts: Sequence[PromptText]) -> list[Reading]:
+        """Return what is read of each of some prompts; empty if they are answered."""
+        return [] if self.readout is None else [self.readout.reading_of(prompt) for prompt in prompts]
 
     @property
     def frame(self) -> Frame:
@@ -206,6 +218,8 @@ def whole_identity(
     has_chat = spec.prompt.chat_template is not False or spec.documents.format != "text"
     if has_chat and is_dated(loaded.tokenizer):
         identity["date"] = spec.prompt.date
+    if (readout := readout_of(spec, loaded.shape.hidden_size)) is not None and readout.pooling is not None:
+        identity["pooling"] = readout.identity
     if compression is not None:
         identity["compress"] = compression.identity
     if rolling is not None:

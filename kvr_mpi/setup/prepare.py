@@ -46,9 +46,11 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import compute_prefix, own_pool
 from kvr_mpi.prefill.packed import PACK_TOKENS
+from kvr_mpi.prefill.reading import Reading
 from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.style import bytes_text
+from kvr_mpi.requests.readout import Readout, readout_of
 from kvr_mpi.requests.sources import PromptConfig
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
@@ -91,6 +93,7 @@ def prepare(
     loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, logger)
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
+    readout = together(world, lambda: readout_of(spec, loaded.shape.hidden_size))
     compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
     rolling = together(world, partial(_open_rolling, spec, loaded, logger))
     why_alone, in_pages = None, False
@@ -123,8 +126,10 @@ def prepare(
     question_frames = together(world, partial(_question_frames, spec, loaded, weights, logger))
     frames = [frame, *question_frames.values(), *([reduce_frame] if spec.prompt.too_long == "split" else [])]
     pool = own_pool(loaded)
-    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, pool, logger))
+    prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, pool, readout, logger))
     free_bytes = _room(spec, loaded, ranks, sharing)
+    if readout is not None and readout.pooling is None:
+        free_bytes = [max(0, each - Reading.logits_bytes(loaded)) for each in free_bytes]
     longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
     footprint = None
     if not spec.is_plain:
@@ -157,6 +162,7 @@ def prepare(
             spec.generation.seed,
             why_no_effect(PROMPTS, spec, kinds_of(loaded)) is None,
             spec.output.check_answers,
+            readout,
         ),
         weights=weights,
         generation=generation,
@@ -206,6 +212,7 @@ def _load(
     source = spec.model
     arguments: dict[str, Any] = source.model_dump(exclude={"path", "kernels"})
     arguments |= {"offline": machine.offline, "cache_dir": machine.cache_dir}
+    arguments["needs_head"] = spec.output.embedding is None
     kernels = "plain" if spec.is_plain else source.kernels
     conversion = on_root(world, lambda: _conversion(source.path, machine.cache_dir))
     logger.info(f"loading {source.path}{conversion or ''}")
@@ -328,11 +335,13 @@ def _hash_weights(spec: JobSpec, machine: Machine, world: Transport, logger: Ran
 
 
 def _compute_prefixes(
-    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], pool: Pool, logger: RankLogger
+    spec: JobSpec, loaded: LoadedModel, frames: Sequence[Frame], pool: Pool, readout: Readout | None, logger: RankLogger
 ) -> tuple[SequenceKV, ...]:
     """Compute what all prompts of a frame begin with, once for all documents."""
     is_repeated = not spec.is_plain and spec.questions is None and not spec.cache.is_rolling
     if not is_repeated or depends_on_length(loaded.model):  # then keys depend on each prompt's length
+        return ()
+    if readout is not None and readout.pooling != "last":  # states of all tokens are read, also of the first ones
         return ()
     heads = {frame.shared_head for frame in frames if len(frame.shared_head) >= LEAST_PREFIX_TOKENS}
     if heads:

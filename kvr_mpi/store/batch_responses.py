@@ -5,6 +5,7 @@ The format: https://platform.openai.com/docs/api-reference/batch/request-output
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable
@@ -13,10 +14,13 @@ from datetime import datetime
 from math import isfinite
 from typing import Any, BinaryIO
 
-from kvr_mpi.documents.openai_batch import COMPLETIONS
+import numpy as np
+
+from kvr_mpi.documents.openai_batch import COMPLETIONS, EMBEDDINGS
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.record import Record
 
+LEAST_NORM = 1e-12
 LEAST_LOGPROB = -9999.0  # the format's stand-in for minus infinity, which JSON cannot represent
 FINISH_REASONS = {"repetition": "length"}  # of ours that the format lacks
 # Arrays that each sample of a prompt has separately.
@@ -43,6 +47,8 @@ def response_of(record: Record, model: str) -> dict[str, Any]:
             f"{record.id!r} is not a request of a batch file, so it has no response; --format openai-batch needs a job "
             f"with documents.format = 'openai-batch'"
         )
+    if request.get("url") == EMBEDDINGS:
+        return {**found, "response": _response(digest, _embedding_body(record, request, model)), "error": None}
     is_completion = request.get("url") == COMPLETIONS
     name, kind = f"chatcmpl-{digest}", "chat.completion"
     if is_completion:
@@ -59,7 +65,26 @@ def response_of(record: Record, model: str) -> dict[str, Any]:
             "total_tokens": record.prompt_tokens + record.new_tokens,
         },
     }
-    return {**found, "response": {"status_code": 200, "request_id": f"req_{digest}", "body": body}, "error": None}
+    return {**found, "response": _response(digest, body), "error": None}
+
+
+def _response(digest: str, body: dict[str, Any]) -> dict[str, Any]:
+    return {"status_code": 200, "request_id": f"req_{digest}", "body": body}
+
+
+def _embedding_body(record: Record, request: dict[str, Any], model: str) -> dict[str, Any]:
+    """Return the body of the response to a request for an embedding, in the length and encoding that it asks for."""
+    kept = np.array(record.embedding[: request.get("dimensions")], np.float32)
+    if len(kept) < len(record.embedding):
+        kept /= max(float(np.linalg.norm(kept)), LEAST_NORM)
+    encoded = base64.b64encode(kept.astype("<f4").tobytes()).decode()
+    values = encoded if request.get("encoding_format") == "base64" else [float(str(value)) for value in kept]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": values}],
+        "model": request.get("model", model),
+        "usage": {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens},
+    }
 
 
 def _choice(record: Record, number: int, is_completion: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Export results as JSON Lines (for jq), CSV or Parquet (for pandas)."""
+"""Export results as JSON Lines (for jq), CSV or Parquet (for pandas), and embeddings as numpy arrays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
+import numpy as np
+
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.store.record import ARRAYS, ASKED_FOR, COMPUTED, KINDS, LONG, REALS, Record
+from kvr_mpi.store.results import Results
 
 BATCH_ROWS = 1024
 ASKED_ABOUT = ("document", "question")
@@ -19,7 +22,8 @@ MARKED = "marked"  # the answer with its unsupported words in brackets; only if 
 
 def asked_fields(records: Iterable[Record], columns: Sequence[str] = ()) -> tuple[str, ...]:
     """List the fields of a short table: the answer and what a job requested, in the order of a record."""
-    asked = [*ASKED_ABOUT, *(name for name in ASKED_FOR if name in LONG and name not in CHECKED)]
+    asked = [*ASKED_ABOUT, "text_logprob", "scored_tokens"]
+    asked += [name for name in ASKED_FOR if name in LONG and name not in CHECKED]
     found, computed = {"id", "status", "error", "answer", "finish_reason"}, {"coverage"}
     for record in records:
         found.update(name for name in asked if getattr(record, name))
@@ -86,6 +90,18 @@ def _row(record: Record, columns: Sequence[str]) -> dict[str, object]:
         value = passed.get(name)
         row[f"columns.{name}"] = value if value is None or isinstance(value, str) else json.dumps(value)
     return row
+
+
+def write_embeddings(results: Results, stream: BinaryIO) -> None:
+    """Write embeddings in numpy's format, one row per document that has one: its id, and float32 (dimension,).
+
+    The array is structured, with the fields ``id`` and ``embedding``. Raises `ConfigError` if there are none.
+    """
+    names, found = results.embeddings()
+    ids = np.array(names)
+    rows = np.empty(len(names), [("id", ids.dtype), ("embedding", np.float32, found.shape[1:])])
+    rows["id"], rows["embedding"] = ids, found
+    np.lib.format.write_array(stream, rows, allow_pickle=False)
 
 
 def write_export(

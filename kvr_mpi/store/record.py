@@ -54,6 +54,12 @@ class Record:
     top_logprobs: tuple[float, ...] = stored("of these", (), if_asked=True)
     token_texts: str = stored("texts of all these tokens, by id (JSON)", "", if_asked=True)
     scores: str = stored("of given continuations (JSON list of objects)", "", if_asked=True)
+    embedding: tuple[float, ...] = stored("of the document (dimension), float32", (), if_asked=True)
+    text_logprobs: tuple[float, ...] = stored(
+        "natural log-probability of each scored token of the document, or its sum over each stretch", (), if_asked=True
+    )
+    text_logprob: float = stored("of the document: the sum over its scored tokens", 0.0, if_asked=True)
+    scored_tokens: int = stored("of the document's text: all, or all but a prompt's first", 0, if_asked=True)
     samples: str = stored("all answers, if n > 1 (JSON list of objects); answer is the first", "", if_asked=True)
     copied: str = stored(
         "stretches of the answer that are copied from the document: start, stop, document_start and document_stop, in "
@@ -182,6 +188,10 @@ class Record:
     @property
     def shown(self) -> str:
         """The answer as shown to people; for scores, each continuation with its log-probability."""
+        if self.embedding:
+            return f"embedding of {len(self.embedding)} dimensions"
+        if self.scored_tokens:
+            return f"log-probability {self.text_logprob:.1f} of {self.scored_tokens} tokens"
         return self.answer or ", ".join(f"{one['text']!r} {one['logprob']:.3f}" for one in self.scored)
 
     @property

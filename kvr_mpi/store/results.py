@@ -264,6 +264,27 @@ class Results:
         rows = [{**record.as_dict(), **record.computed} for record in self.records(status, where)]
         return pandas.DataFrame(rows, columns=[*KINDS, *COMPUTED])
 
+    def embeddings(self) -> tuple[list[str], np.ndarray[Any, Any]]:
+        """Return the ids of the documents that have an embedding, sorted, and the embeddings, one row each.
+
+        Returns
+        -------
+        tuple of list of str and numpy.ndarray
+            Ids (documents,), and float32 (documents, dimension).
+
+        Raises
+        ------
+        ConfigError
+            If there is none: the job had no `output.embedding`, or every document failed.
+        """
+        import numpy as np
+
+        rows = [(record.id, np.array(record.embedding, np.float32)) for record in self.records("done")]
+        rows = [(name, row) for name, row in rows if len(row)]
+        if not rows:
+            raise ConfigError(f"{self.paths[0]} has no embeddings: set output.embedding in the job, and run it")
+        return [name for name, _ in rows], np.stack([row for _, row in rows])
+
     def kv(self, document_id: str, layers: Collection[int] | None = None) -> DocumentKV:
         """Read a document's keys and values, and verify all checksums.
 

@@ -54,7 +54,7 @@ RUN_FILE_BYTES = 1 << 30
 VERIFY_BYTES = 1 << 30
 NAMED = 5  # maximum number of examples in a message
 # Keys of a run's identity that are known only once the model is loaded.
-OF_MODEL = {"model", "dtype", "frame", "compress", "cache", "date"}
+OF_MODEL = {"model", "dtype", "frame", "compress", "cache", "date", "pooling"}
 # Keys of an identity whose name in a job file differs.
 SETTINGS = {"kv": "output.kv", "columns": "output.columns", "format": "documents.format", "dtype": "model.dtype"}
 SETTINGS |= {"date": "prompt.date"}
