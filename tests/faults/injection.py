@@ -31,6 +31,7 @@ from made_jobs import TEXT, toml_of
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, EXIT_STOPPED
 from kvr_mpi.store.folder import survey
+from kvr_mpi.store.places import seconds_of
 from kvr_mpi.store.results import open_results
 
 NAMED_EXITS = (EXIT_OK, EXIT_BAD_DATA, EXIT_STOPPED, EXIT_CONFIG, EXIT_NO_TRANSPORT)
@@ -102,7 +103,7 @@ class Kind:
     begun: Path | None
     right: Path
     operations: tuple[tuple[int, int, str, str], ...] = field(repr=False)
-    kept: Mapping[str, str]
+    kept: Mapping[str, float]
 
 
 class Kinds:
@@ -281,7 +282,7 @@ class Kinds:
         return corpus
 
 
-def finished(run: Path) -> dict[str, str]:
+def finished(run: Path) -> dict[str, float]:
     """Documents of a run that are done, by id with the time at which they were."""
     if not run.exists():
         return {}
@@ -376,7 +377,7 @@ def check_right(output: Path, kind: Kind, *, merged: bool = True) -> None:
         for each in ("status", "error", "document_sha256", "prompt_sha256", "token_ids", "answer"):
             assert getattr(one, each) == getattr(two, each), f"{name}: {each} differs: {one.status} {one.error}"
         if name in kind.kept:
-            assert one.finished_at == kind.kept[name], f"{name} was computed again"
+            assert seconds_of(one.finished_at) == kind.kept[name], f"{name} was computed again"
     if wanted.places[name].needs:
         for name in wanted.ids():
             with found.open(name) as (_, kv), wanted.open(name) as (_, other):
