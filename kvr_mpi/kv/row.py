@@ -72,6 +72,7 @@ class Row(RowCache):
         self.device, self.dtype, self._is_rolling = loaded.device, loaded.dtype, first.rolling is not None
         assert len(self.sequences) == 1 or self.in_parts, "the model's own attention attends to one sequence"
         self._is_recorded, self._table, self.is_paged = table is not None, table, first.pool.is_paged
+        assert not (self.is_paged and self._is_rolling), "rolling caches move their rows, which tables do not follow"
         self._units: dict[int, UnitTable] = {}
         self._groups: dict[int, list[Common]] = {}
         self._growing: dict[int, list[tuple[int, RowSpan]]] = {}
@@ -306,7 +307,7 @@ class Row(RowCache):
             found = self._groups[at] = []
             if self.sequences[0].shapes[at].visibility.size is None and len(self.sequences) > 1:
                 closed = [[span for span in sequence.open(at) if not span.grows] for sequence in self.sequences]
-                keys = [[span.block for span in spans] or number for number, spans in enumerate(closed)]
+                keys = [[(span.block, span.filled) for span in spans] or number for number, spans in enumerate(closed)]
                 for _, group in itertools.groupby(range(len(closed)), keys.__getitem__):
                     numbers = list(group)
                     spans = closed[numbers[0]]

@@ -129,7 +129,8 @@ def prepare(
     prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, pool, readout, logger))
     free_bytes = _room(spec, loaded, ranks, sharing)
     if readout is not None and readout.pooling is None:
-        free_bytes = [max(0, each - Reading.logits_bytes(loaded)) for each in free_bytes]
+        # Of a small parallel.memory_gib, most is left for prompts: the logits of a few tokens are in addition to it.
+        free_bytes = [each - min(each // 4, Reading.logits_bytes(loaded)) for each in free_bytes]
     longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
     footprint = None
     if not spec.is_plain:

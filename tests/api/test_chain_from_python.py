@@ -80,8 +80,8 @@ def test_ranks_that_differ_in_prompt_or_method_are_refused_on_all(tiny_model_dir
 def test_what_cannot_be_run_is_refused_and_the_chain_goes_on(tiny_model_dir: Path) -> None:
     def work(chain: Chain) -> None:
         for prompt, why in (
-            ([], r"a prompt of 0 tokens: expected 1 to 480"),
-            ([5] * 481, r"a prompt of 481 tokens: expected 1 to 480"),
+            ([], r"has 0 tokens; expected 1 to 480"),
+            ([5] * 481, r"has 481 tokens; expected 1 to 480"),
             ("", "no tokens for ''"),
             ([5, 10**7], "10000000"),
         ):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
+import logging
 import os
 import pty
 import subprocess
@@ -17,12 +17,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from constants import Kvr
-from kvr_mpi.report.log import Log
 from made_runs import COLUMNS, HEADER, NAMES, SHOWN, example_records, kv_in, record, take, write, write_run
 
 from kvr_mpi.cli import group
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError, OutputError
+from kvr_mpi.logs import NAME, RankLogger
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.store.lock import read_lock
 from kvr_mpi.store.record import Record
@@ -165,18 +165,21 @@ def test_a_run_at_work_is_seen_from_outside(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("work", "eta_s"), [(1, None), (50, 60.0)])
-def test_status_gives_the_estimate_of_the_log(tmp_path: Path, work: int, eta_s: float | None) -> None:
+def test_status_gives_the_estimate_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, work: int, eta_s: float | None
+) -> None:
     """Of 100 units of work in a minute, one says too little."""
-    run, stream, now = take(tmp_path), io.StringIO(), [time.time()]
+    run, now = take(tmp_path), [time.time()]
     writer = ResultWriter(tmp_path, 0, HEADER)
     writer.write(Record("a", "done"))
     writer.close()
-    states = StateWriter(tmp_path, 0, 1, run.lock.number, None, print)
-    with Progress(Log(stream=stream), 4, 100, clock=lambda: now[0], on_estimate=states.estimate) as progress:
+    caplog.set_level(logging.INFO, NAME)
+    states = StateWriter(tmp_path, 0, 1, run.lock.number, None, RankLogger())
+    with Progress(RankLogger(), 4, 100, clock=lambda: now[0], on_estimate=states.estimate) as progress:
         now[0] += 60
         progress.document(Record("a", "done"), 1, work)
     states.close()
-    assert ("left unknown" if eta_s is None else f"left {duration_text(eta_s)}") in stream.getvalue()
+    assert ("left unknown" if eta_s is None else f"left {duration_text(eta_s)}") in caplog.text
     for later_s in (0.0, 20.0):
         found = read_status(tmp_path, now[0] + later_s)
         assert found.alive and found.eta_s == (None if eta_s is None else pytest.approx(eta_s - later_s, abs=0.1))
