@@ -290,19 +290,19 @@ def final_name(name: str) -> str:
     return part[1] if part else name
 
 
-def part_of(path: Path) -> Path:
+def unfinished_path(path: Path) -> Path:
     """Return a new name next to `path`, ``PATH.part-NUMBER``, for a file that will replace it."""
     return path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield the name of `part_of`; if the block succeeds, that file replaces `path`, synced.
+    """Yield the name of `unfinished_path`; if the block succeeds, that file replaces `path`, synced.
 
     Several processes can replace a file at the same time: each complete file replaces the one before. What killed
     processes left behind is removed after `LEFTOVER_S`.
     """
-    part = part_of(path)
+    part = unfinished_path(path)
     try:
         yield part
         sync(part)

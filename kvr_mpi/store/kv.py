@@ -134,10 +134,10 @@ def describe_layer(
 ) -> list[Any]:
     """Return what the hash of a piece covers of a layer: everything except the keys and values themselves."""
     shapes, types = [list(one.shape) for one in (keys, values)], [type_name(one) for one in (keys, values)]
-    rows = [] if kept is None else [list(map(len, kept)), digest_of(np.concatenate(kept))]
+    rows = [] if kept is None else [list(map(len, kept)), block_digest(np.concatenate(kept))]
     return [number, shapes, types, BLOCK_TOKENS, digests.tolist(), *rows]
 
 
-def digest_of(array: Bits) -> int:
+def block_digest(array: Bits) -> int:
     """XXH3 of a contiguous array, as a signed integer."""
     return int.from_bytes(xxhash.xxh3_64(array.data.cast("B") if array.size else b"").digest(), "big", signed=True)

@@ -41,8 +41,8 @@ from kvr_mpi.store.kv import (
     Kept,
     KeysValues,
     Piece,
+    block_digest,
     describe_layer,
-    digest_of,
     seal_piece,
 )
 from kvr_mpi.store.volumes import KV, key_of, open_volume
@@ -76,7 +76,7 @@ class _Layer(NamedTuple):
         return int(self.keys.shape[TOKENS_DIM])
 
 
-Layers = dict[int, _Layer]
+_Layers = dict[int, _Layer]
 
 
 class KVReader:
@@ -94,7 +94,7 @@ class KVReader:
     """
 
     def __init__(self, name: str, pieces: Sequence[Piece], *, is_part: bool = False) -> None:
-        def open_all() -> tuple[list[list[Layers]], CachedTokens | None, ExitStack]:
+        def open_all() -> tuple[list[list[_Layers]], CachedTokens | None, ExitStack]:
             files: dict[Path, h5py.Group] = {}
             found = []
             with ExitStack() as stack:
@@ -209,7 +209,7 @@ def check_pieces(path: Path, pieces: Iterable[Piece]) -> dict[Piece, str]:
     return read_whole(check, path)
 
 
-def _open_piece(parent: h5py.Group, piece: Piece) -> tuple[CachedTokens | None, Layers]:
+def _open_piece(parent: h5py.Group, piece: Piece) -> tuple[CachedTokens | None, _Layers]:
     """Open a piece in ``/kv``; raises `DataError` if it differs from what was written, according to the log."""
     kv = group_in(parent, key_of(piece.id))
     place, file_bytes = where(kv), kv.file.id.get_filesize()
@@ -225,12 +225,12 @@ def _open_piece(parent: h5py.Group, piece: Piece) -> tuple[CachedTokens | None, 
     return tokens, layers
 
 
-def _open_layers(kv: h5py.Group) -> Layers:
+def _open_layers(kv: h5py.Group) -> _Layers:
     """Open the layers, in the order of their numbers."""
     block = read_attribute(kv, "block_tokens", int)
     if block != BLOCK_TOKENS:
         raise DataError(f"{where(kv)} has blocks of {block} tokens; expected {BLOCK_TOKENS}")
-    found: Layers = {}
+    found: _Layers = {}
     for name in kv:
         if name == "token_ids":
             continue
@@ -275,7 +275,7 @@ def read_kept(layer: h5py.Group, shape: tuple[int, ...]) -> Kept | None:
     return found
 
 
-def _read_tokens(kv: h5py.Group, layers: Layers) -> CachedTokens | None:
+def _read_tokens(kv: h5py.Group, layers: _Layers) -> CachedTokens | None:
     """Read the tokens that the keys and values belong to, and which heads keep them."""
     place, names = where(kv), attribute_names(kv)
     kept = {number: layer.kept for number, layer in layers.items() if layer.kept is not None}
@@ -302,7 +302,7 @@ def _read_tokens(kv: h5py.Group, layers: Layers) -> CachedTokens | None:
     return tokens
 
 
-def _read_heads(kv: h5py.Group, layers: Layers) -> KVHeads | None:
+def _read_heads(kv: h5py.Group, layers: _Layers) -> KVHeads | None:
     """Read which KV heads a piece has: an even share of all heads, in every layer; None for all."""
     if not attribute_names(kv) & {*HEADS}:
         return None
@@ -317,8 +317,8 @@ def _read_heads(kv: h5py.Group, layers: Layers) -> KVHeads | None:
 
 
 def _join(
-    name: str, found: Sequence[tuple[CachedTokens | None, Layers]]
-) -> tuple[list[list[Layers]], CachedTokens | None]:
+    name: str, found: Sequence[tuple[CachedTokens | None, _Layers]]
+) -> tuple[list[list[_Layers]], CachedTokens | None]:
     """Arrange pieces in rows by tokens, each by heads; also return the tokens of the whole document.
 
     Raises `DataError` if tokens or heads are missing, or the pieces have different prompts, layers or dtypes.
@@ -358,7 +358,7 @@ def _join(
     return [[layers for _, layers in row] for row in rows], replace(whole, first=0, heads=None, kept=kept)
 
 
-def _kinds(layers: Layers) -> list[tuple[Any, ...]]:
+def _kinds(layers: _Layers) -> list[tuple[Any, ...]]:
     """Return what the layers of all pieces have in common: number, shapes of a token, dtypes, whether compressed."""
     return [
         (number, *(one.shape[1:] for one in layer[:2]), *map(type_name, layer[:2]), layer.kept is not None)
@@ -373,7 +373,7 @@ def _read_row(row: Sequence[_Layer], first: int, last: int, heads: tuple[int, in
         count = layer.keys.shape[HEADS_DIM]
         start, end = (0, count) if heads is None else (max(heads[0] - at, 0), min(heads[1] - at, count))
         if start < end:
-            keys, values = (read_rows(layer, column, first, last)[:, start:end] for column in range(len(KINDS)))
+            keys, values = (read_checked(layer, column, first, last)[:, start:end] for column in range(len(KINDS)))
             found.append((keys, values))
         at += count
     return _concatenated(found, HEADS_DIM)
@@ -388,7 +388,7 @@ def _concatenated(parts: Sequence[KeysValues], dim: int) -> KeysValues:
     return keys, values
 
 
-def read_rows(layer: _Layer, column: int, first: int, last: int) -> torch.Tensor:
+def read_checked(layer: _Layer, column: int, first: int, last: int) -> torch.Tensor:
     """Read a range of tokens of keys (column 0) or values (1), and verify the blocks that contain them."""
     dataset, block = (layer.keys, layer.values)[column], BLOCK_TOKENS
     start, stop = first // block * block, min(-(-last // block) * block, layer.tokens)
@@ -400,7 +400,7 @@ def read_rows(layer: _Layer, column: int, first: int, last: int) -> torch.Tensor
 
     bits = read_whole(read, path)
     for at in range(start, stop, block):
-        if digest_of(bits[at - start : at - start + block]) != layer.digests[at // block, column]:
+        if block_digest(bits[at - start : at - start + block]) != layer.digests[at // block, column]:
             raise DataError(
                 f"{where(dataset)} is damaged: tokens {at} to {min(at + block, layer.tokens)} differ from what was "
                 f"written (checksum)"
@@ -408,8 +408,8 @@ def read_rows(layer: _Layer, column: int, first: int, last: int) -> torch.Tensor
     return as_tensor(dataset, bits[first - start : last - start])
 
 
-def _check(layers: Layers) -> None:
+def _check(layers: _Layers) -> None:
     """Verify all checksums of a piece."""
     for layer in layers.values():
         for column, start in itertools.product(range(len(KINDS)), range(0, layer.tokens, CHECKED_TOKENS)):
-            read_rows(layer, column, start, min(start + CHECKED_TOKENS, layer.tokens))
+            read_checked(layer, column, start, min(start + CHECKED_TOKENS, layer.tokens))

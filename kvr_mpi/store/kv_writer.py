@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Self
 import h5py
 import numpy as np
 
-from kvr_mpi.disk import part_of, rename, sync
+from kvr_mpi.disk import rename, sync, unfinished_path
 from kvr_mpi.errors import DataError
 from kvr_mpi.store.hdf5 import NewFile, create_dataset, size_bytes, write_array, write_attribute, write_dataset
 from kvr_mpi.store.kv import (
@@ -23,8 +23,8 @@ from kvr_mpi.store.kv import (
     CachedTokens,
     KeysValues,
     Piece,
+    block_digest,
     describe_layer,
-    digest_of,
     seal_piece,
 )
 from kvr_mpi.store.kv_reader import KVReader, check_pieces
@@ -47,7 +47,7 @@ class KVWriter:
 
     def __init__(self, path: Path, *, replaces: bool = False) -> None:
         self.path, self.pieces, self._replaces = path, dict[str, tuple[int, str]](), replaces
-        self._part = part_of(path)
+        self._part = unfinished_path(path)
         self._file = NewFile(self._part)
         write_attribute(self._file, "schema", SCHEMA)
         write_attribute(self._file, "schema_version", SCHEMA_VERSION)
@@ -87,7 +87,7 @@ class KVWriter:
         place = self._kv.create_group(f"layer_{number:03d}")
         (keys, key_bits), (values, value_bits) = (write_array(place, *each) for each in zip(KINDS, layer, strict=True))
         blocks = [slice(at, at + BLOCK_TOKENS) for at in range(0, len(key_bits), BLOCK_TOKENS)]
-        found = [[digest_of(bits[rows]) for bits in (key_bits, value_bits)] for rows in blocks]
+        found = [[block_digest(bits[rows]) for bits in (key_bits, value_bits)] for rows in blocks]
         digests = np.array(found, np.int64).reshape(len(blocks), len(KINDS))
         write_dataset(place, "digests", digests)
         kept = None if self._tokens is None else self._tokens.kept.get(number)

@@ -164,7 +164,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
     room = each * (-(-longest // 2) + 40) + footprint_of(config, torch.float32).activation_bytes(max(fresh))
 
     reads, held, most = Counter[str](), defaultdict[int, WeakSet[SequenceKV]](WeakSet), [0]
-    read, load, lock = kv_reader.read_rows, SequenceKV.open, threading.Lock()
+    read, load, lock = kv_reader.read_checked, SequenceKV.open, threading.Lock()
 
     def watched_read(layer: Any, column: int, first: int, last: int) -> Any:
         with lock:
@@ -178,7 +178,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
         most[-1] = max(most[-1], bytes_of(list(mine)))
         return spans
 
-    monkeypatch.setattr(kv_reader, "read_rows", watched_read)
+    monkeypatch.setattr(kv_reader, "read_checked", watched_read)
     monkeypatch.setattr(SequenceKV, "open", watched_load)
     for memory in ((), (f"parallel.memory_gib={room / GIB:.9f}",)):
         reads.clear(), held.clear(), most.append(0)
