@@ -44,9 +44,9 @@ from kvr_mpi.documents.index import (
     index_spans,
     join,
     list_files,
-    pack,
+    pack_columns,
     take,
-    unpack,
+    unpack_columns,
 )
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
@@ -183,12 +183,12 @@ class Corpus:
         """Return everything as bytes, for other ranks."""
         head: dict[str, Any] = {"rows": asdict(self.rows), "prompts": self.prompts, "part": self.part, "cut": self.cut}
         head |= {"later_work": self.later_work, "errors": [*self.index.errors.items()]}
-        return pack(head, {**self.files.columns(), **self.index.columns()})
+        return pack_columns(head, {**self.files.columns(), **self.index.columns()})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Corpus:
         """Reconstruct a corpus, whose columns stay in `data`."""
-        head, columns = unpack(data)
+        head, columns = unpack_columns(data)
         return cls(
             CorpusFiles.of(columns),
             Index.of(columns, dict(head["errors"])),

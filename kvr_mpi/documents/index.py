@@ -103,7 +103,7 @@ class Strings:
         return np.diff(self.ends, prepend=0)
 
 
-def pack(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
+def pack_columns(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
     """Return JSON values and columns as bytes: a line of JSON, and then the columns."""
     listed = [(name, str(column.dtype), len(column)) for name, column in columns.items()]
     line = json.dumps({**head, "columns": listed}).encode()
@@ -111,7 +111,7 @@ def pack(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> by
     return b"".join([line, b"\n", *buffers])
 
 
-def unpack(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+def unpack_columns(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
     """Return what was packed; the columns stay in `data`."""
     at = data.index(b"\n") + 1
     head, columns = json.loads(data[:at]), dict[str, npt.NDArray[Any]]()

@@ -17,8 +17,8 @@ from kvr_mpi.documents.index import (
     cut_spans,
     index_spans,
     list_files,
-    pack,
-    unpack,
+    pack_columns,
+    unpack_columns,
 )
 from kvr_mpi.errors import ConfigError, UnavailableError
 from kvr_mpi.job import JobSpec
@@ -112,9 +112,9 @@ def _check_counted(corpus: Corpus) -> None:
 
 
 def _to_bytes(index: Index, lines: Sequence[Lines]) -> bytes:
-    return pack({"lines": lines, "errors": [*index.errors.items()]}, index.columns())
+    return pack_columns({"lines": lines, "errors": [*index.errors.items()]}, index.columns())
 
 
 def _from_bytes(data: bytes) -> tuple[Index, list[Lines]]:
-    head, columns = unpack(bytearray(data))
+    head, columns = unpack_columns(bytearray(data))
     return Index.of(columns, dict(head["errors"])), [Lines(*one) for one in head["lines"]]

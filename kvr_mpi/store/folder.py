@@ -36,7 +36,7 @@ from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.kv import Piece
 from kvr_mpi.store.kv_reader import check_pieces
 from kvr_mpi.store.log import DROPPED, PRUNED, VOLUME, DocumentsLine, Header, VolumeLine, is_sealed, read_header, unseal
-from kvr_mpi.store.places import Place, Places, Records, digest_of, seconds_of
+from kvr_mpi.store.places import Place, Places, Records, seconds_of, short_digest
 from kvr_mpi.store.record import read_head, read_record
 from kvr_mpi.store.summary import shorten
 from kvr_mpi.store.volumes import RESULTS, is_ours, lines_of
@@ -188,7 +188,7 @@ def take_lines(found: Survey, source: Path, *, reads_all: bool = False) -> Itera
                     sha256 = read_record(line, f"line {number + 1}").document_sha256
                 is_done = head.status == "done"
                 reason, finished_s = "" if is_done else shorten(head.error), seconds_of(head.finished_at)
-                place = Place(source, at, len(line), is_done, reason, finished_s, digest_of(sha256), head.pieces)
+                place = Place(source, at, len(line), is_done, reason, finished_s, short_digest(sha256), head.pieces)
                 found.records.add(head.id, place)
             else:
                 _take_in(found, source, from_json(line))

@@ -21,7 +21,6 @@ from kvr_mpi.store.kv import Piece
 
 DIGEST_BYTES = 16  # of a SHA-256 that are kept in memory to compare documents
 BLOCK = 1 << 16  # records that are processed together
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Place:
         return sum(piece.bytes for piece in self.pieces)
 
 
-def digest_of(sha256: str) -> str:
+def short_digest(sha256: str) -> str:
     """Return what is compared of a hash; empty if it is none."""
     try:
         return bytes.fromhex(sha256).hex()[: 2 * DIGEST_BYTES] if len(sha256) == 64 else ""
@@ -139,7 +138,7 @@ class Records:
         """Return a hash of the id of each record."""
         return np.fromiter((_hash(self.encoded(number), seed) for number in range(len(self))), np.uint64, len(self))
 
-    def order(self, numbers: npt.NDArray[np.int32]) -> Numbers:
+    def order(self, numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
         """Return the order of some records by their ids: eight bytes at a time, the last ones first."""
         ends = np.frombuffer(self.ends, np.int64) if len(self) else np.zeros(0, np.int64)
         data = np.frombuffer(self.ids, np.uint8)

@@ -45,7 +45,7 @@ from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.store.folder import DAMAGED, Survey, read_run_header, survey, take_lines
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import DROPPED, Header, LogWriter, seal, unseal
-from kvr_mpi.store.places import Places, digest_of
+from kvr_mpi.store.places import Places, short_digest
 from kvr_mpi.store.traces import TRACES
 from kvr_mpi.store.volumes import is_ours, open_volume
 
@@ -148,7 +148,7 @@ def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> _Comparis
             continue
         known.add(name)
         digest = _digest_now(corpus, number)
-        if place.is_done and digest_of(corpus.digest(number) or "") == place.digest:
+        if place.is_done and short_digest(corpus.digest(number) or "") == place.digest:
             digest = place.digest  # of a stored document that was pruned since
         if digest is None:  # unknown
             is_kept = place.is_done
@@ -176,10 +176,10 @@ def _digest_now(corpus: Corpus, number: int) -> str | None:
     if corpus.is_bad(number):
         return ""
     if (found := corpus.digest(number)) is not None:
-        return digest_of(found)
+        return short_digest(found)
     document = corpus.read(number)
     if document.error is None:
-        return digest_of(document.sha256)
+        return short_digest(document.sha256)
     return None if document.error.startswith(NOT_NOW) else ""
 
 
