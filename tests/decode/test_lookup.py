@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIGS, STATES, WHOLE
+from models import COMMON, CONFIGS, WHOLE, prompt, random_model
 from rows import alone, finish, other_prompt, pages_of, pages_read, ready, steps_recorded
-from transformers import GenerationConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks.kept import keep_only
 from kvr_mpi.decode import lookup
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.decode.lookup import MOST_ROWS, Lookup, StepTimes, find_draft
 from kvr_mpi.decode.repetition import Penalties
 from kvr_mpi.documents.document import OwnGeneration
-from kvr_mpi.kv.pool import Pool
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.cpu_attention import OWN, CpuAttention, KernelLibrary
+from kvr_mpi.model.kernels import always, forget_kernels, give_kernel
+from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 
 NEW_TOKENS = 14
+# Its heads are wide enough for our kernel.
+WIDE = LlamaConfig(**{**COMMON, "num_attention_heads": 4}, head_dim=32, num_key_value_heads=2)
 LENGTHS = [5, 30, 1, 18, 16, 9]
-# Answers that an `Oracle` knows, by prompt.
+# Answers that an `oracle` knows, by prompt.
+MakePrefill = Callable[[list[int]], Prefill]
 Known = dict[tuple[int, ...], list[tuple[int, ...]]]
 
 
@@ -45,9 +58,9 @@ def oracle(known: Known, seed: int) -> Iterator[None]:
 
     def find(ids: Any, most: int) -> tuple[int, list[int]]:
         whole = tuple(ids.tolist())
-        for prompt, answers in known.items():
-            written = whole[len(prompt) :]
-            for answer in answers if whole[: len(prompt)] == prompt else ():
+        for begins, answers in known.items():
+            written = whole[len(begins) :]
+            for answer in answers if whole[: len(begins)] == begins else ():
                 if answer[: len(written)] == written:
                     right = answer[len(written) :][: chance.randint(0, 5)]
                     return 8, [*right, *(chance.randrange(190) for _ in range(3))][:most]
@@ -66,21 +79,18 @@ def answered(
     uses_lookup: bool,
     own: Sequence[OwnGeneration] = (),
     lengths: Sequence[int] = LENGTHS,
-    pool: Pool | None = None,
+    make: MakePrefill | None = None,
     **options: Any,
 ) -> tuple[DecodeBatch, dict[int, BatchEntry]]:
     """Answer documents, which join at different steps."""
+    make = make or (lambda ids: alone(loaded, ids, NEW_TOKENS))
     made = GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config)
     options = {"stop": (), "max_new_tokens": NEW_TOKENS} | options
     group = Group(loaded, why_alone=why_alone(loaded.name))
     batch, found = DecodeBatch(loaded, made, group=group, uses_lookup=uses_lookup, **options), {}
     for at, tokens in enumerate(lengths):
         ids = other_prompt(tokens)
-        if pool is None:
-            prefill = alone(loaded, ids, NEW_TOKENS)
-        else:
-            (prefill,) = prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, pool=pool)
-        batch.add(tokens, prefill, ids, tokens, own[at % len(own)] if own else OwnGeneration())
+        batch.add(tokens, make(ids), ids, tokens, own[at % len(own)] if own else OwnGeneration())
         if at % 2:
             found |= {one.key: one for one in batch.step()}
     return batch, found | finish(batch)
@@ -147,12 +157,12 @@ def test_any_settings_give_the_same_answers(seed: int) -> None:
     compared(loaded, config, seed, own=chance.sample(own, 2), **options)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *WHOLE, *STATES])
+@pytest.mark.parametrize("name", [*CONFIGS, *WHOLE, "lfm2-convolutions"])
 def test_every_kind_of_model(name: str) -> None:
     """Those with recurrent states run without drafts."""
     loaded = ready(name)
     saved = compared(loaded, {}, lengths=LENGTHS[:4])
-    assert (saved > 0) == (name not in STATES)
+    assert (saved > 0) == (name != "lfm2-convolutions")
 
 
 def test_the_end_of_an_answer_may_be_in_a_draft() -> None:
@@ -179,6 +189,38 @@ def test_what_occurred_before_is_drafted() -> None:
     assert draft(*range(20), *range(20), most=5) == (8, [0, 1, 2, 3, 4])
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral-window", "llama-kernel"])
+def test_rows_that_heads_keep_or_sequences_share(name: str, library: KernelLibrary) -> None:
+    """After compression heads hold different rows; prompts about a document share its rows, and are read together."""
+    loaded = ready(random_model(WIDE, name=name) if name == "llama-kernel" else name)
+    if name == "llama-kernel":
+        give_kernel(loaded.model, CpuAttention(library, always(OWN)))
+        prepare_model(loaded.model, chain=True)
+
+    def kept(ids: list[int]) -> Prefill:
+        found, draw = alone(loaded, ids, NEW_TOKENS), random.Random(len(ids))
+        layers = [
+            None
+            if shape.visibility.size is not None
+            else [torch.tensor(sorted(draw.sample(range(len(ids)), draw.randint(1, len(ids))))) for _ in range(2)]
+            for shape in loaded.shape.layers
+        ]
+        keep_only(found.cache, layers, NEW_TOKENS)
+        return found
+
+    document = alone(loaded, prompt(300)).cache
+
+    def fork(ids: list[int]) -> Prefill:
+        return Prefill(Partition((0, 300)), document.fork(300 + NEW_TOKENS), torch.randn(199, generator=seeded(ids)), 0)
+
+    assert compared(loaded, {}, make=kept) > 0
+    assert compared(loaded, {}, make=fork) > 0
+
+
+def seeded(ids: list[int]) -> torch.Generator:
+    return torch.Generator().manual_seed(len(ids))
+
+
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_drafts_are_slots_of_pages(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded steps are padded to their sizes."""
@@ -186,7 +228,11 @@ def test_drafts_are_slots_of_pages(is_recorded: bool, monkeypatch: pytest.Monkey
     graphs = steps_recorded(monkeypatch) if is_recorded else []
     with pages_read(monkeypatch):
         pool = pages_of(loaded, 64)
-        assert compared(loaded, {}, lengths=lengths, pool=pool) > 0
+
+        def make(ids: list[int]) -> Prefill:
+            return prefill_packed(loaded, [ids], reserve_tokens=NEW_TOKENS, pool=pool)[0]
+
+        assert compared(loaded, {}, lengths=lengths, make=make) > 0
     assert bool(graphs) == is_recorded and all(graph.replays for graph in graphs[:1])
 
 
@@ -225,7 +271,7 @@ def test_as_many_drafts_as_save_time() -> None:
     costly = times(1, gains, float)
     assert costly.count(0) > 190, "each row costs as much as a step"
     lost = sum(1 + many - sum(gains[:many], 1) for many in costly)
-    assert lost < 0.03 * len(costly), "by trying"
+    assert 0 < lost < 0.03 * len(costly), "by trying"
     some = times(8, gains, lambda rows: 1.0 if rows <= 16 else 2.0)
     assert some.count(8) > 180
     assert times(MOST_ROWS, gains, lambda rows: 1.0, 5) == [0] * 5
@@ -244,3 +290,44 @@ def test_with_nothing_to_copy_hardly_any_token_is_drafted() -> None:
         entries = [np.append(ids, token) for ids, token in zip(entries, new, strict=True)]
         rows += sum(map(len, drafted))
     assert rows < 0.05 * steps * len(entries)
+
+
+@pytest.mark.slow
+def test_a_real_model_copies(smollm: LoadedModel, library: KernelLibrary) -> None:
+    """Its answers are those without drafts, which its text contains; they take fewer steps."""
+    give_kernel(smollm.model, CpuAttention(library, always(OWN)))
+    prepare_model(smollm.model, chain=True)
+    text = "The harbour master, Ms Odalys Brandt, said that the ferry MV Kestrel had left pier nine at 6:42. "
+    said = [{"role": "user", "content": f"{3 * text}\n\nRepeat this text word for word."}]
+    ids = smollm.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+    kept, found = alone(smollm, ids).cache, dict[bool, Any]()
+    logits = alone(smollm, ids).logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepTimes, "choose", lambda times, documents, gains: len(gains))
+        for uses_lookup in (False, True):
+            made = GenerationConfig(do_sample=False, repetition_penalty=1.05, eos_token_id=2, pad_token_id=0)
+            batch = DecodeBatch(smollm, made, stop=(), max_new_tokens=40, uses_lookup=uses_lookup)
+            for key in range(2):
+                sequence = kept.fork(len(ids) + 40)
+                batch.add(key, Prefill(Partition((0, len(ids))), sequence, logits, 0.0), ids, 0)
+            found[uses_lookup] = {key: one.answer.token_ids for key, one in finish(batch).items() if one.answer}, batch
+    forget_kernels(smollm.model)
+    assert found[True][0] == found[False][0] and len(found[True][0]) == 2
+    assert found[True][1].decoded.steps < 0.7 * found[False][1].decoded.steps
+
+
+def test_stop_strings_need_no_words_of_the_vocabulary() -> None:
+    """transformers' own matcher asks for the tokens of a text that a vocabulary of words may not have."""
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(199)}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    loaded = replace(ready("llama-gqa"), tokenizer=tokenizer)
+    _, whole = answered(loaded, {}, uses_lookup=False, lengths=[5])
+    assert whole[5].answer is not None
+    tokens = whole[5].answer.token_ids
+    pairs = list(itertools.pairwise(tokens))
+    at = 1 + next(at for at in reversed(range(len(pairs))) if pairs[at] not in pairs[:at])
+    stop = [f"w{tokens[at - 1]} w{tokens[at]}"]
+    for uses_lookup in (False, True):
+        _, found = answered(loaded, {}, uses_lookup=uses_lookup, lengths=[5], stop=stop)
+        assert found[5].answer is not None and found[5].answer.finish_reason == "stop"
+        assert found[5].answer.token_ids == tokens[: at + 1]

@@ -101,6 +101,25 @@ def test_heads_of_documents_of_any_length(
         torch.testing.assert_close(lse[None, document, rows].double(), truth[1][:, :, 0], rtol=1e-5, atol=1e-5)
 
 
+def test_several_queries_of_a_document_are_those_of_one_after_the_other(library: KernelLibrary) -> None:
+    torch.manual_seed(5)
+    rows = torch.randn(3, 2, 900, 64)
+    units = [Unit(*of, rows[of], rows[of]) for of in ((0, 0), (0, 1), (1, 0), (2, 1))]
+    shared = Unit(0, 1, rows[2, 0], rows[2, 0], 300, grows=False)
+    table = UnitTable(3, 2, [*units[:1], shared, *units[1:]])
+    documents, before = np.array([0, 0, 0, 1, 2, 2]), np.array([510, 511, 512, 3, 700, 701])
+    query = torch.randn(1, 6, 6, 64)
+    for firsts in (None, np.maximum(0, before - 200)):
+        out, lse = library.attend_units(query, table, before + 1, 0.2, firsts, table.pick(documents))
+        for at, document in enumerate(documents):
+            lengths, some = np.full(3, 5), None if firsts is None else np.zeros(3, np.int64)
+            lengths[document] = before[at] + 1
+            if some is not None and firsts is not None:
+                some[document] = firsts[at]
+            one = library.attend_units(query[:, :, [at] * 3].contiguous(), table, lengths, 0.2, some)
+            assert torch.equal(out[at], one[0][document]) and torch.equal(lse[at], one[1][document])
+
+
 def test_rows_beyond_the_memory_are_not_read(library: KernelLibrary) -> None:
     rows = torch.randn(20, 64)
     table = UnitTable(2, 1, [Unit(0, 0, rows, rows), Unit(1, 0, rows, rows, filled=5, grows=False)])
