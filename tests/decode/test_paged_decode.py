@@ -76,7 +76,7 @@ def test_a_layer_of_a_full_pool_attends_with_one_call(monkeypatch: pytest.Monkey
                 one.prefill.release()
     assert counts[0] == counts[1] <= 13, "the attention call and 12 others"
     check_integrity(pool)
-    with pytest.raises(MemoryError, match="contiguous pages"):
+    with pytest.raises(MemoryError, match="pages of keys and values are free"):
         SequenceKV(loaded, pool, 13 * PAGE_ROWS).open(0), SequenceKV(loaded, pool, 30 * PAGE_ROWS).open(1)
 
 

@@ -152,7 +152,7 @@ def test_cuda_support() -> None:
     assert loaded_libraries()
     mpi = describe_mpi({})
     assert mpi is not None and mpi.thread_level == "THREAD_MULTIPLE"
-    assert mpi.cuda is False and mpi.cuda_why.endswith("says no"), "the wheels' MPIs are built without CUDA"
+    assert mpi.cuda is False and mpi.cuda_why.endswith("returns no"), "the wheels' MPIs are built without CUDA"
 
 
 # What is tried between ranks: links, a folder that all share
