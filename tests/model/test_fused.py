@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,7 +150,7 @@ def test_a_function_is_fused_on_all_ranks_or_on_none(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "name_attention", lambda device: "flash")
     monkeypatch.setattr(kernels, "why_no_new_flash", lambda device, dtype: None)
     said: list[str] = []
-    run_local(2, lambda rank: kernels.fuse_on_gpus(models[rank.rank], rank, logger_to(said)))
+    run_local(2, lambda rank: kernels.fuse_on_gpus(models[rank.rank], rank, logger_to(said, logging.DEBUG)))
     for loaded in models:
         fused = {name.rpartition(".")[2] for name in kernels_of(loaded.model)}
         assert fused == {"mlp", "norm", "input_layernorm", "post_attention_layernorm"}

@@ -101,8 +101,8 @@ def test_models_that_cannot_or_would_answer_wrongly_are_not_packed(monkeypatch: 
         assert why in str(why_not_packed(tiny(name)))
     run_model = packed.run_model
 
-    def run_wrongly(model: Any, ids: Any, cache: Any, *, positions: Any, keep: Any) -> torch.Tensor:
-        return run_model(model, ids, cache, positions=torch.arange(ids.shape[1]).unsqueeze(0), keep=keep)
+    def run_wrongly(model: Any, ids: Any, cache: Any, *, positions: Any, **rest: Any) -> torch.Tensor:
+        return run_model(model, ids, cache, positions=torch.arange(ids.shape[1]).unsqueeze(0), **rest)
 
     monkeypatch.setattr(packed, "run_model", run_wrongly)
     for name in ("llama-gqa", "gpt2", "opt", "falcon-mqa"):

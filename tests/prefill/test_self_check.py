@@ -114,8 +114,8 @@ def test_rows_and_shards_are_checked_in_short_dtypes(dtype: torch.dtype, monkeyp
     assert why_not_packed(loaded) is None
     check_spread(loaded)
 
-    def run_wrongly(model: Any, ids: Any, cache: Any, *, positions: Any, keep: Any) -> torch.Tensor:
-        return run_model(model, ids, cache, positions=torch.arange(ids.shape[1]).unsqueeze(0), keep=keep)
+    def run_wrongly(model: Any, ids: Any, cache: Any, *, positions: Any, **rest: Any) -> torch.Tensor:
+        return run_model(model, ids, cache, positions=torch.arange(ids.shape[1]).unsqueeze(0), **rest)
 
     monkeypatch.setattr(packed, "run_model", run_wrongly)
     assert "differ from each alone" in str(why_not_packed(loaded))
