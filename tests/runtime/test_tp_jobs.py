@@ -173,8 +173,7 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
 
     def watched_load(sequence: SequenceKV, layer_idx: int, *given: Any) -> Any:
         spans, mine = load(sequence, layer_idx, *given), held[threading.get_ident()]
-        if sequence.is_stored:
-            mine.add(sequence)
+        mine.add(sequence)
         most[-1] = max(most[-1], bytes_of(list(mine)))
         return spans
 
