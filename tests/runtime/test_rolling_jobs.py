@@ -77,7 +77,7 @@ def test_it_is_the_fraction_of_a_document_that_the_answer_has_seen(run: Any) -> 
     whole = run().records["long.txt"]
     for keep in ("head", "tail", "middle"):
         ran = run(f"prompt.too_long=keep-{keep}", CUT[1])
-        assert "1 of 2 answers are based on only a part" in ran.log and " %" in ran.out
+        assert "1 of 2 answers are based on only a part" in ran.log and "%" in ran.out
         cut = ran.records
         record = cut["long.txt"]
         assert record.text_tokens + record.dropped_tokens == whole.text_tokens and record.dropped_tokens > 100
