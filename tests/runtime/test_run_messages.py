@@ -109,7 +109,7 @@ def test_what_users_get_wrong(
 def test_what_users_get_wrong_under_mpirun(job: Path, mpirun: Any, kvr_run: Path, tmp_path: Path) -> None:
     check_refused(mpirun(2, [kvr_run, job, "--set", WRONG[0][0]]), tmp_path, WRONG[0][1])
     both = mpirun(2, [kvr_run, job, "--overwrite", "--resume"])
-    assert both.returncode == 2 and "give only one" in both.stderr
+    assert both.returncode == 2 and "choose one" in both.stderr
 
 
 def check_refused(run: Any, folder: Path, words: list[str]) -> None:

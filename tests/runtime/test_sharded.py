@@ -16,6 +16,7 @@ from models import tiny
 
 from kvr_mpi import open_results
 from kvr_mpi.kv.sequence import SequenceKV
+from kvr_mpi.logs import SILENT
 from kvr_mpi.prefill.one_prompt import own_pool
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.store.folder import survey
