@@ -231,7 +231,7 @@ def test_documents_share_what_a_run_has_spent(tmp_path: Path, run_job: Any, monk
     assert len(results) == 5 and results.cost.joules and before.cost.joules
     assert results.cost.joules > before.cost.joules and results.cost.core_s > before.cost.core_s
     assert len(results.costs) == 3, "two ranks, and then one"
-    assert f"cost: {results.cost.describe(5)}" in page_of(tmp_path / "out")[0].decode()
+    assert f"Cost: {results.cost.describe(5)}" in page_of(tmp_path / "out")[0].decode()
     records = list(results)
     assert sum(record.joules for record in records) == pytest.approx(results.cost.joules)
     assert sum(record.rank_s for record in records) == pytest.approx(results.cost.rank_s)

@@ -129,7 +129,9 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     def keeps(seconds: float, **more: Any) -> Any:
         spec = JobSpec.model_validate(job | more)
         setup: Any = SimpleNamespace(once_s=5.0, spec=spec, loaded=loaded, frame=frame, costs=None)
-        return outcome.keep_outcome(setup, LocalTransport(), done, seconds, 8.0, tmp_path, logger_to(said, logging.DEBUG))
+        return outcome.keep_outcome(
+            setup, LocalTransport(), done, seconds, 8.0, tmp_path, logger_to(said, logging.DEBUG)
+        )
 
     several = {"template": {"a": "{text} a", "b": "{text} b"}}
     assert keeps(3.0) is None and keeps(300.0, prompt=several) is None
