@@ -21,7 +21,7 @@ from typing import Any
 from kvr_mpi import errors
 from kvr_mpi.cli import COMMANDS
 from kvr_mpi.job import JobSpec
-from kvr_mpi.job.combinations import MODELS, NO_EFFECT, REFUSED
+from kvr_mpi.job.combinations import MODELS, NO_EFFECT, REFUSED, Rule
 from kvr_mpi.scheduler import SCHEDULERS
 from kvr_mpi.store import kv, log, record, volumes
 
@@ -150,14 +150,20 @@ def job_keys() -> str:
 
 def combinations() -> str:
     """List the settings that a job cannot combine."""
-    rows = [(_code(rule.setting), ", ".join(map(_code, rule.others)), rule.why) for rule in REFUSED]
-    return _table(("setting", "cannot be combined with", "why"), rows)
+    return _table(("setting", "cannot be combined with", "why"), _rows_of(REFUSED))
 
 
 def no_effect() -> str:
     """List the settings that have no effect beside others."""
-    rows = [(_code(rule.setting), ", ".join(map(_code, rule.others)), rule.why) for rule in NO_EFFECT]
-    return _table(("setting", "has no effect with", "why"), rows)
+    return _table(("setting", "has no effect with", "why"), _rows_of(NO_EFFECT))
+
+
+def _rows_of(rules: Iterable[Rule]) -> list[tuple[str, str, str]]:
+    """Return a row for each rule; those with the same other settings and reason share one."""
+    settings: dict[tuple[str, str], list[str]] = {}
+    for rule in rules:
+        settings.setdefault((", ".join(map(_code, rule.others)), rule.why), []).append(_code(rule.setting))
+    return [(", ".join(dict.fromkeys(names)), others, why) for (others, why), names in settings.items()]
 
 
 def schema() -> str:

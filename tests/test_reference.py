@@ -21,7 +21,7 @@ import reference
 
 from kvr_mpi import errors
 from kvr_mpi.job import JobSpec
-from kvr_mpi.store import kv, log, volumes
+from kvr_mpi.store import kv_reader, log, volumes
 from kvr_mpi.store.record import Record
 
 
@@ -66,7 +66,7 @@ def test_every_exit_code_has_a_meaning() -> None:
 def test_the_schema_names_all_that_is_stored() -> None:
     page = reference.schema()
     stored = {field.name for field in fields(Record)} | {field.name for field in fields(log.Header)}
-    stored |= {"seal", log.HEADER, log.VOLUME, log.DROPPED, log.PRUNED, *kv.MEMBERS}
+    stored |= {"seal", log.HEADER, log.VOLUME, log.DROPPED, log.PRUNED, *kv_reader.MEMBERS}
     stored |= {volumes.LOG, volumes.RECORDS, volumes.KV}
     assert len(stored) > 40 and not [name for name in stored if not re.search(rf"\b{name}\b", page)]
     assert f"schema_version = {volumes.SCHEMA_VERSION}" in page and f"Version {volumes.SCHEMA_VERSION}." in page

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvr_mpi.store.stored_kv import Piece
 from made_corpora import write_lines
 from made_runs import HEADER, corpus_of, record, take, write
 
 from kvr_mpi.documents import scan_corpus
 from kvr_mpi.store import places, results, volumes
 from kvr_mpi.store.folder import survey
+from kvr_mpi.store.kv import Piece
 from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.log import seal
 from kvr_mpi.store.places import Place, Records

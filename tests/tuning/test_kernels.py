@@ -221,7 +221,8 @@ def test_a_way_that_is_wrong_at_some_number_of_rows_is_not_used(
         patched.setattr(Product, "__call__", wrong)
         said = choose(loaded, tmp_path)
     assert (
-        len(said) == len(find_products(loaded.model)) + 1 and f"{PREPACKED} is not used: its results differ" in said[1]
+        len(said) == len(find_products(loaded.model)) + 1
+        and f"{PREPACKED} is not used, since its results differ" in said[1]
     )
     assert kernel_bytes(loaded.model) == 0 and not kernels_of(loaded.model)
     check_chain(loaded)
