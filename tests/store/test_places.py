@@ -12,7 +12,7 @@ from made_corpora import write_lines
 from made_runs import HEADER, corpus_of, record, take, write
 
 from kvr_mpi.documents import scan_corpus
-from kvr_mpi.store import places, results, volumes
+from kvr_mpi.store import kv_writer, places, results
 from kvr_mpi.store.folder import survey
 from kvr_mpi.store.kv import Piece
 from kvr_mpi.store.lock import Lock, this_process
@@ -69,7 +69,7 @@ def test_the_last_complete_record_counts_else_the_last_error(
 def test_a_million_answers_need_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a job begins again, and at its end; here of 5,000."""
     count, folder = 5_000, tmp_path / "out"
-    for module, name in ((results, "READ_BYTES"), (volumes, "BLOCK_BYTES"), (places, "BLOCK")):
+    for module, name in ((results, "READ_BYTES"), (kv_writer, "LINES_BYTES"), (places, "BLOCK")):
         monkeypatch.setattr(module, name, 1 << 12)  # buffers, whatever the number of answers
     names = [f"document-{n:07d}" for n in range(count)]
     file = write_lines(tmp_path / "a.jsonl", *({"id": name, "text": f"text of {name}"} for name in names))
