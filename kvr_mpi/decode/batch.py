@@ -292,7 +292,7 @@ class DecodeBatch:
             chosen, ranks = self.group.write(row, logits, drafted), self.group.ranks
             seconds = time.perf_counter() - began
             if self._lookup is not None:
-                self.decoded.saved_s += self._lookup.learn(candidates, drafted, chosen, seconds)
+                self._lookup.learn(candidates, drafted, chosen, seconds)
             self.decoded.steps += len(row)
             self.decoded.tokens += sum(map(len, chosen))
             self.decoded.drafted += sum(map(len, drafted))

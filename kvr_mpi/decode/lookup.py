@@ -155,13 +155,11 @@ class Decoded:
     steps : for each document that takes part in it.
     tokens : that were chosen.
     drafted : tokens that were run before they were chosen.
-    saved_s : duration that steps without drafts would have had in addition, estimated.
     """
 
     steps: int = 0
     tokens: int = 0
     drafted: int = 0
-    saved_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -229,19 +227,12 @@ class Lookup:
         drafts: Sequence[Sequence[int]],
         chosen: Sequence[Sequence[int]],
         seconds: float,
-    ) -> float:
-        """Learn from a step: the tokens that were chosen for each document, and its duration.
-
-        Returns the seconds that its drafts have saved, or lost.
-        """
+    ) -> None:
+        """Learn from a step: the tokens that were chosen for each document, and its duration."""
         for candidate, tokens in zip(candidates, chosen, strict=True):
             candidate.learn(tokens)
         documents, drafted = len(candidates), sum(map(len, drafts))
-        saved_s = 0.0
-        if drafted and (plain_s := self._times.plain(documents)) is not None:
-            saved_s = plain_s * sum(map(len, chosen)) / documents - seconds
         self._times.see(documents, documents + drafted, seconds)
-        return saved_s
 
     def shrink(self, rows: int) -> None:
         """Run fewer rows from now on, since memory was short for so many."""

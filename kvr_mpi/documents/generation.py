@@ -77,9 +77,9 @@ class GenerationSection(Strict):
         None, min_length=1, description="a JSON schema, or a file with one, that answers follow"
     )
     lookup: Literal["auto", False] = Field(
-        "auto",
-        description="auto: also run tokens that an answer may copy from its prompt, where that saves time; answers are "
-        "the same; false: never",
+        False,
+        description="auto: also run tokens that an answer may copy from its prompt; answers are the same, in fewer "
+        "steps, which take longer",
     )
     score: list[str] | NonEmpty = Field(
         [],

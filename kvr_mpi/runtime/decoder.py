@@ -104,7 +104,6 @@ class Decoder:
         tally.decode_s += time.monotonic() - began
         tally.steps += decoded.steps - before.steps
         tally.step_tokens += decoded.tokens - before.tokens
-        tally.saved_s += decoded.saved_s - before.saved_s
         if answers > self._batch.running:
             self._trace.recorder.note("decode", began_s, answers)
 

@@ -211,7 +211,7 @@ def test_every_value_of_a_newer_setting_changes_the_identity() -> None:
 
     defaults = identity()
     assert "penalty" not in defaults.replace("repetition_penalty", "") and "stop_repetition" not in defaults
-    assert identity(stop_repetition=True) == identity(lookup=False) == defaults
+    assert identity(stop_repetition=True) == identity(lookup="auto") == defaults
     penalties = [{name: value} for name in ("frequency_penalty", "presence_penalty") for value in (-1.0, 0.5, 1.0, 2.0)]
     changed = [identity(**each) for each in [*penalties, {"stop_repetition": False}]]
     assert len({defaults, *changed}) == len(changed) + 1
