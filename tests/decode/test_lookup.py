@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -46,11 +45,6 @@ MakePrefill = Callable[[list[int]], Prefill]
 Known = dict[tuple[int, ...], list[tuple[int, ...]]]
 
 
-@functools.cache
-def why_alone(name: str) -> str | None:
-    return why_not_packed(ready(name))
-
-
 @contextmanager
 def oracle(known: Known, seed: int) -> Iterator[None]:
     """Draft tokens of known answers, followed by others, and run any number of them."""
@@ -86,7 +80,7 @@ def answered(
     make = make or (lambda ids: alone(loaded, ids, NEW_TOKENS))
     made = GenerationConfig(**{"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | config)
     options = {"stop": (), "max_new_tokens": NEW_TOKENS} | options
-    group = Group(loaded, why_alone=why_alone(loaded.name))
+    group = Group(loaded, why_alone=why_not_packed(loaded))
     batch, found = DecodeBatch(loaded, made, group=group, uses_lookup=uses_lookup, **options), {}
     for at, tokens in enumerate(lengths):
         ids = other_prompt(tokens)
@@ -313,7 +307,7 @@ def test_a_real_model_copies(smollm: LoadedModel, library: KernelLibrary) -> Non
             found[uses_lookup] = {key: one.answer.token_ids for key, one in finish(batch).items() if one.answer}, batch
     forget_kernels(smollm.model)
     assert found[True][0] == found[False][0] and len(found[True][0]) == 2
-    assert found[True][1].decoded.steps < 0.7 * found[False][1].decoded.steps
+    assert found[True][1].decoded.steps < 0.8 * found[False][1].decoded.steps
 
 
 def test_stop_strings_need_no_words_of_the_vocabulary() -> None:
