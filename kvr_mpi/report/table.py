@@ -84,7 +84,10 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
     `by_inspect` leaves out the hint to ``kvr inspect``, which then prints this.
     """
     console = open_console(max(100, shutil.get_terminal_size((140, 24)).columns))
-    table = documents_table(("tokens", "seen", "slices", "first token", "prefill tokens/s", "unsupported"))
+    rows = list(rows)
+    is_checked = any(record.unsupported_count is not None for record in rows)
+    heads = ("tokens", "seen", "slices", "first\ntoken", "prefill\ntokens/s")
+    table = documents_table((*heads, "unsup-\nported") if is_checked else heads)
     table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
     example, example_is_done = "", False  # id for the hint, preferably of an answered document
     caches: dict[str, None] = {}
@@ -93,7 +96,7 @@ def print_summary(summary: Summary, rows: Iterable[Record], result: Path, *, by_
         is_better = not example or (record.status == "done" and not example_is_done)
         if is_better and record.id.isprintable() and not record.id.startswith("-"):
             example, example_is_done = record.id, record.status == "done"
-        _add_row(table, record)
+        _add_row(table, record, is_checked=is_checked)
     console.print(table)
     lines = [f"... and {summary.documents - table.row_count:,} more"] if summary.documents > table.row_count else []
     if summary.failed:
@@ -135,14 +138,15 @@ def documents_table(numbers: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("document", no_wrap=True, overflow="ellipsis", min_width=12, max_width=32)
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
     return table
 
 
-def _add_row(table: Table, record: Record) -> None:
+def _add_row(table: Table, record: Record, *, is_checked: bool) -> None:
     if record.status == "error":
-        table.add_row(_short(record.id), *6 * [""], _short(f"error: {record.error}"))
+        table.add_row(_short(record.id), *(5 + is_checked) * [""], _short(f"error: {record.error}"))
         return
+    unsupported = "" if record.unsupported_count is None else str(record.unsupported_count)
     table.add_row(
         _short(record.id),
         f"{record.prompt_tokens:,}",
@@ -150,6 +154,6 @@ def _add_row(table: Table, record: Record) -> None:
         _how_computed(record),
         "" if record.parts > 1 else f"{record.ttft_s:.2f} s",
         f"{record.prefill_tokens_per_s:,.0f}",
-        "" if record.unsupported_count is None else str(record.unsupported_count),
+        *([unsupported] if is_checked else []),
         _short(record.marked or record.shown),
     )

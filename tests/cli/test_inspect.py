@@ -41,7 +41,7 @@ def test_inspect_shows_every_document_of_a_file_and_of_a_folder(run_folder: Path
         assert "tiny/Llama (LlamaForCausalLM, float32)" in out and "torch" in out
         assert all(record.id in out for record in example_records())
         for word in ("60+40", "2 prompts", "1.50 s", "4 done, 1 failed", "not UTF-8", "[red]brackets[/red] [/b]"):
-            assert word in out
+            assert word in out, out
     told = json.loads(run_kvr("inspect", run_folder, "--json")[1])
     assert told["model"] == SHOWN.model and told["identity"] == SHOWN.identity
     assert told["software"]["torch"] == torch.__version__

@@ -230,8 +230,8 @@ def test_names_answers_and_paths_are_shown_as_they_are(name: str, monkeypatch: p
 def test_any_record_gives_one_row(name: str, answer: str, error: str) -> None:
     for record in (done(name, answer=answer), Record(name, "error", error=error)):
         above, _, _ = show(record).partition(" done, ")
-        # A heading, the row, a blank line, and the count; of an error, a blank line, a heading, and the reason.
-        assert len(above.split("\n")) == (4 if record.status == "done" else 7)
+        # A heading of two lines, the row, a blank line, and the count; of an error, a blank line, a heading, and the reason.
+        assert len(above.split("\n")) == (5 if record.status == "done" else 8)
     hostile = "\x1b]0;owned\x07\x1b[2J\x1b[31m\x9b2J"  # commands for a terminal
     out = show(done(name + hostile, answer=answer + hostile), Record("c", "error", error=error + hostile))
     assert not {"\x1b", "\x07", "\x9b"} & set(out)
@@ -241,7 +241,7 @@ def test_errors_come_first_and_are_counted_by_reason() -> None:
     errors = [f"{n}.txt has {n} tokens; 'x{n}' is in /data/corpus/{n}.txt" for n in range(100, 130)]
     failed = [Record(f"{n}.txt", "error", error=error) for n, error in enumerate(errors, 100)]
     out = show(*(done(f"doc-{n:03d}") for n in range(50)), Record("z", "error", error="not UTF-8"), *failed)
-    rows = out.splitlines()[1 : MAX_ROWS + 1]
+    rows = out.splitlines()[2 : MAX_ROWS + 2]
     assert all("error: " in row for row in rows[:31]) and all("doc-" in row for row in rows[31:])
     assert f"30 x {errors[0]} (and similar)\n" in out and " 1 x not UTF-8" in out and "--errors" in out
     assert out.index("30 x") < out.index(" 1 x") < out.index("50 done, 31 failed")
