@@ -230,7 +230,7 @@ def test_names_answers_and_paths_are_shown_as_they_are(name: str, monkeypatch: p
 def test_any_record_gives_one_row(name: str, answer: str, error: str) -> None:
     for record in (done(name, answer=answer), Record(name, "error", error=error)):
         above, _, _ = show(record).partition(" done, ")
-        # A heading of two lines, the row, a blank line, and the count; of an error, a blank line, a heading, and the reason.
+        # A heading (two lines), row, blank line, and count; of an error also a blank line, a heading, and the reason.
         assert len(above.split("\n")) == (5 if record.status == "done" else 8)
     hostile = "\x1b]0;owned\x07\x1b[2J\x1b[31m\x9b2J"  # commands for a terminal
     out = show(done(name + hostile, answer=answer + hostile), Record("c", "error", error=error + hostile))
