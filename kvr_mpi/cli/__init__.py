@@ -27,7 +27,7 @@ GROUPS = {
         "export": "Export answers as JSON Lines, CSV or Parquet, or export keys and values.",
     },
     "Everyday": {
-        "doctor": "Check the launcher, cores, GPUs, network, file system and SLURM.",
+        "doctor": "Check the launcher, GPUs, network, output folder and batch system.",
         "plan": "Forecast the time, memory and cost of a job without running it.",
         "sbatch": "Submit a job to SLURM; nodes and time limit come from the plan.",
         "inspect": "Show the results of a run, or one document.",

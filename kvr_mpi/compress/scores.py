@@ -1,7 +1,7 @@
 """Scores for choosing tokens: attention from a window of queries, or recency.
 
 SnapKV (Li et al. 2024, arXiv:2404.14469, section 4.2): the softmax over all keys a query sees, its mean over the
-window's queries, pooled along the tokens so that neighbours of attended tokens are kept, too. Under grouped-query
+window's queries, pooled along the tokens so that neighbors of attended tokens are kept, too. Under grouped-query
 attention a KV head's scores are the mean over its query heads, since a token is kept or dropped for all of them (as in
 kvpress; SnapKV's own code repeats keys, and chooses for each query head).
 """

@@ -50,7 +50,7 @@ def score_continuations(
     """Score continuations of a prompt.
 
     prefill : with room for the longest continuation.
-    texts : each is tokenised by itself, after the prompt's last token; control tokens in it are plain text.
+    texts : each is tokenized by itself, after the prompt's last token; control tokens in it are plain text.
     look_ahead : computes logits (tokens, vocab_size) after each of some tokens that follow the prompt, without changing
         it.
 

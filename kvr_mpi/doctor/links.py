@@ -29,9 +29,9 @@ def measure_chain(
     """Measure this rank's link to the next rank; every rank calls this.
 
     Returns ``latency_us``, ``gigabytes_per_s`` and ``intact``; None on the last rank. Raises `SilentError` if a
-    neighbour does not respond in time.
+    neighbor does not respond in time.
     """
-    limit_s = 2 * timeout_s  # for the first message: the neighbour may be waiting for its other neighbour
+    limit_s = 2 * timeout_s  # for the first message: the neighbor may be waiting for its other neighbor
 
     def wait(request: Request, who: str) -> None:
         nonlocal limit_s

@@ -1,6 +1,6 @@
 """Pieces of a prompt to token ids: the words of templates, and the texts of documents, which have no control tokens.
 
-Each piece is tokenised separately. SentencePiece tokenizers add a space before every text, so a piece is tokenised by
+Each piece is tokenized separately. SentencePiece tokenizers add a space before every text, so a piece is tokenized by
 its place in the prompt (`PiecePlace`): no piece gets a space that the whole text would not get there. Where a token of
 the whole text would span two pieces (such as a space and the next word), the ids are others, for the same text.
 """
@@ -91,7 +91,7 @@ class Encoder:
         ids, offsets = list(found["input_ids"]), found["offset_mapping"]
         if place == "start":
             return ids
-        # From its first added token on, it is tokenised as in the whole prompt.
+        # From its first added token on, it is tokenized as in the whole prompt.
         before = sum(1 for _ in takewhile(lambda id: id not in self._added, ids))
         end = offsets[before][0] if before < len(ids) else len(text)
         return [*self._encode_plain([text[:end]], place)[0], *ids[before:]]

@@ -1,6 +1,6 @@
 """Documents to token ids: template, chat template, and handling of prompts that are too long.
 
-The text of a document is tokenised separately from the frame around it (``encoding``). So it cannot inject the model's
+The text of a document is tokenized separately from the frame around it (``encoding``). So it cannot inject the model's
 control tokens, the frame has the same ids for every document, and a text can be cut to an exact number of tokens.
 """
 
@@ -105,7 +105,7 @@ class Frame:
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
     def filled(self, tokenizer: Any, columns: Mapping[str, str]) -> Frame:
-        """Insert the fields of a document's row, tokenised one by one; raise `DocumentError` if no text would fit."""
+        """Insert the fields of a document's row, tokenized one by one; raise `DocumentError` if no text would fit."""
         head, tail = (
             tuple(
                 id
@@ -273,7 +273,7 @@ def _best_cut(tokenizer: Any, ids: Sequence[int], ideal: int, reach: int) -> int
 def _hurt(tokenizer: Any, ids: Sequence[int], at: int) -> int:
     """Rate a cut before token `at`: 0 between paragraphs, 1 lines, 2 sentences, 3 words; 4 within a word."""
     left = tokenizer.decode(ids[max(0, at - 2) : at])
-    # Decode it with its neighbours, since some decoders drop a leading space.
+    # Decode it with its neighbors, since some decoders drop a leading space.
     right = tokenizer.decode(ids[max(0, at - 2) : at + 1])[len(left) :]
     if left.endswith("\n\n") and not right.startswith("\n"):
         return 0

@@ -20,7 +20,7 @@ NUMBER = re.compile(r"\d+(?:[.,'\u2019\u066b\u066c]\d+|[ \u00a0\u202f\u2009]\d{3
 NUMERIC_DATE = re.compile(r"(?<![\d./-])(\d{1,4})([./-])(\d{1,2})\2(\d{1,4})(?![\d/-])")
 CJK_DATE = re.compile(r"(\d{4})\s?\u5e74\s?(\d{1,2})\s?\u6708(?:\s?(\d{1,2})\s?\u65e5)?")
 # An acronym that is written with separators: T.V., T_V_
-SPELT = re.compile(r"(?<![^\W_])(?:[^\W\d_][._] ?){2,}[^\W\d_]?(?![^\W_])")
+SPELLED = re.compile(r"(?<![^\W_])(?:[^\W\d_][._] ?){2,}[^\W\d_]?(?![^\W_])")
 # What precedes the first word of a sentence, of a line or of a quotation.
 SENTENCE_START = re.compile(
     r"(?:^|[.!?:;\u2026\u3002\uff01\uff1f\u0964|]|\n)[\s*_#>~`\"'\u201c\u201e\u2018\u00ab(\[{-]*\Z"
@@ -44,8 +44,8 @@ MAX_NUMBER_WORDS = 12
 MAX_PLACES = 16
 
 TITLES = frozenset("mr mrs ms mx dr prof st mt ft sr jr rev hon gen col capt sgt lt sen rep gov pres mme mlle".split())
-# Words of languages that capitalise all nouns (German, Luxembourgish), and of no other large language.
-NOUNS_CAPITALISED = frozenset(
+# Words of languages that capitalize all nouns (German, Luxembourgish), and of no other large language.
+NOUNS_CAPITALIZED = frozenset(
     "und nicht ist eine einen einer einem das für auf werden wird wurde wurden auch sich zur zum über sind von dass "
     "ass vun déi och huet sech gouf fir datt".split()
 )
@@ -158,7 +158,7 @@ class SupportingText:
         known = [*self._words, "\n", *map(_normal, WORD.findall(other))]
         text = f"{document}\n{other}"
         self._known = set(known)
-        self._known.update(_normal("".join(filter(str.isalpha, found))) for found in SPELT.findall(text))
+        self._known.update(_normal("".join(filter(str.isalpha, found))) for found in SPELLED.findall(text))
         self._numbers = set[str]()
         for found in NUMBER.finditer(text):
             readings = _readings(found[0])
@@ -224,7 +224,7 @@ class SupportingText:
                 ignored.append(bounds)
                 if not values & self._numbers:
                     add("number", bounds)
-        names = [] if _capitalises_nouns(tokens) else _find_names(answer, tokens)
+        names = [] if _capitalizes_nouns(tokens) else _find_names(answer, tokens)
         acronyms = [[token] for token in tokens if _is_acronym(answer, token)]
         for name in names or acronyms:
             lacking = [token for token in name if not self._has_name(answer[token.start : token.stop])]
@@ -418,9 +418,9 @@ def _valid(dates: Iterable[tuple[str, str, str | None]]) -> list[CalendarDate]:
     return found
 
 
-def _capitalises_nouns(tokens: Sequence[_Token]) -> bool:
+def _capitalizes_nouns(tokens: Sequence[_Token]) -> bool:
     """Whether a text is in a language in which capitals do not mark names."""
-    found = [token.word for token in tokens if token.word in NOUNS_CAPITALISED]
+    found = [token.word for token in tokens if token.word in NOUNS_CAPITALIZED]
     return len(set(found)) > 1 and 20 * len(found) > len(tokens)
 
 
@@ -432,7 +432,7 @@ def _is_acronym(text: str, token: _Token) -> bool:
 
 
 def _find_names(text: str, tokens: Sequence[_Token]) -> list[list[_Token]]:
-    """Find capitalised words that do not begin a sentence, those that follow each other together."""
+    """Find capitalized words that do not begin a sentence, those that follow each other together."""
     headings = [found.span() for found in LINE.finditer(text) if _is_heading(found[0])]
     headings += [found.span() for found in LABEL.finditer(text)]
     names = list[list[_Token]]()

@@ -30,7 +30,7 @@ class LayerBuffers:
     _free: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # with the event after which each is free
 
     def take(self, shape: LayerShape) -> tuple[torch.Tensor, Any]:
-        """Return an uninitialised buffer for a layer; on a GPU also the event after which no earlier work uses it."""
+        """Return an uninitialized buffer for a layer; on a GPU also the event after which no earlier work uses it."""
         if not self._free:
             self._free.append((make_flat(self.capacity * self.elements, self.dtype, self.device), self._now()))
         flat, free = self._free.pop()
@@ -55,7 +55,7 @@ class LayerBuffers:
 
 
 def make_flat(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate an uninitialised tensor (count,) whose memory goes back to the system when it is freed.
+    """Allocate an uninitialized tensor (count,) whose memory goes back to the system when it is freed.
 
     Raises `MemoryError` or `torch.OutOfMemoryError` if there is no memory for it.
     """

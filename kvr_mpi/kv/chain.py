@@ -6,7 +6,7 @@ its `Route`; `SliceLayer.attend` attends to them and to other ranks' segments. W
 decodes the prompt admits it to its `SequenceKV`, and the buffer is used again. No model code is changed, and the model
 is not aware of ranks.
 
-A recurrent state summarises all tokens before it, so a rank can begin such a layer only after the previous rank has
+A recurrent state summarizes all tokens before it, so a rank can begin such a layer only after the previous rank has
 finished it. Rank i runs one layer behind rank i-1, and a chain of p ranks takes (layers + p - 1) / layers of its ideal
 time. States are sent as one message of bytes per layer, whose size does not depend on the prompt.
 """

@@ -120,18 +120,20 @@ class Pool:
         return len(self.rows[dims][0]) // PAGE_ROWS - 1
 
     def allocate(self, dims: Dims, rows: int) -> Block:
-        """Allocate uninitialised rows, in whole pages if it is paged; the caller is the block's only holder.
+        """Allocate uninitialized rows, in whole pages if it is paged; the caller is the block's only holder.
 
         Raises `MemoryError` or `torch.OutOfMemoryError` if there is no memory for them.
         """
         if not self.is_paged:
             block = Block(self, *in_flat(make_flat(rows * sum(dims), self.dtype, self.device), rows, dims))
-        else:
             with self._lock:
-                first = self._take(dims, pages_for(rows)) * PAGE_ROWS
+                self.blocks.add(block)
+            return block
+        with self._lock:  # until the block is listed: another thread might move blocks to pages that it does not see
+            first = self._take(dims, pages_for(rows)) * PAGE_ROWS
             keys, values = (each[first : first + rows] for each in self.rows[dims])
             block = Block(self, keys, values, first)
-        self.blocks.add(block)
+            self.blocks.add(block)
         return block
 
     def change_holders(self, block: Block, change: int) -> None:

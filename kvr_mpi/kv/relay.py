@@ -256,8 +256,8 @@ class PromptTransfers:
         )
 
     def tag(self, layer_idx: int, segment: int) -> int:
-        """Return the tag of a segment's messages, unique among this prompt and its neighbours."""
-        # Tags alternate between two turns, since a neighbouring prompt may have another number of segments.
+        """Return the tag of a segment's messages, unique among this prompt and its neighbors."""
+        # Tags alternate between two turns, since a neighboring prompt may have another number of segments.
         number = layer_idx * self._tags_per_layer + segment % self._tags_per_layer
         return FIRST_PROMPT_TAG + 2 * number + self._turn
 

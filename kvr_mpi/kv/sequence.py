@@ -237,7 +237,7 @@ class SequenceKV:
         return spans
 
     def reserve(self, layer_idx: int, counts: Sequence[int], heads: Sequence[int] | None = None) -> list[RowSpan]:
-        """Allocate uninitialised rows of heads that keep different tokens, and room for new tokens if it keeps them.
+        """Allocate uninitialized rows of heads that keep different tokens, and room for new tokens if it keeps them.
 
         counts : rows of each head, apart from new tokens.
         heads : which heads of the layer these are, ascending; by default all.

@@ -24,7 +24,7 @@ class Readout:
     pooling : of an embedding, over all tokens of the prompt; None: log-probabilities of the document's tokens.
     dimensions : the embedding is truncated to so many values (Matryoshka).
     normalizes : the embedding is scaled to length 1; also if it is truncated.
-    instruction : text before every document, tokenised together with it.
+    instruction : text before every document, tokenized together with it.
     stretch_tokens : log-probabilities are summed over stretches of this many tokens of the document; 1: not summed.
     """
 

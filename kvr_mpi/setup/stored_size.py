@@ -32,7 +32,7 @@ def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_
 
 
 def check_stored_size(setup: JobSetup, corpus: Corpus, todo: npt.NDArray[np.int64], folder: Path) -> str:
-    """Return a log line about how much will be written for documents, by number; a sample of their texts is tokenised.
+    """Return a log line about how much will be written for documents, by number; a sample of their texts is tokenized.
 
     Raises `OutputError` if there is not enough free space, or the folder no longer exists.
     """

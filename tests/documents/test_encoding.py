@@ -1,4 +1,4 @@
-"""The pieces of a prompt, tokenised one by one, are the text that the templates make, for tokenizers of every type."""
+"""The pieces of a prompt, tokenized one by one, are the text that the templates make, for tokenizers of every type."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ filled = texts.filter(lambda text: bool(text.strip()))
 
 
 def whole(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a whole text, tokenised at once."""
+    """Ids of a whole text, tokenized at once."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

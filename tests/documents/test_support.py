@@ -107,7 +107,7 @@ def test_dates_in_any_format(document: str, same: list[str], other: list[str]) -
         ("x", '{"Name": "x", "City": "in Paris"}', ["Paris"]),
     ],
 )  # fmt: skip
-def test_names_are_capitalised_words_that_begin_no_sentence(document: str, answer: str, names: list[str]) -> None:
+def test_names_are_capitalized_words_that_begin_no_sentence(document: str, answer: str, names: list[str]) -> None:
     assert lacking(document, answer) == names
 
 

@@ -19,7 +19,7 @@ def free(device: torch.device) -> int:
 
 
 def main() -> None:
-    """Connect this rank to its neighbours, then to all."""
+    """Connect this rank to its neighbors, then to all."""
     control = connect()
     device = own_device(control, "auto")
     torch.zeros(1, device=device)  # its context

@@ -108,7 +108,7 @@ def every_link(given: Given) -> Figures:
 
 
 def connections_take_memory(given: Given) -> Figures:
-    """Memory of a GPU and seconds that the connections to neighbours take, and those to all ranks for sums."""
+    """Memory of a GPU and seconds that the connections to neighbors take, and those to all ranks for sums."""
     if (ranks := nccl_rank_count(given)) < 2:
         raise Absent("one GPU")
     told = launch(ranks, "python", str(HERE / "connections.py"), timeout_s=40)
