@@ -148,7 +148,7 @@ def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> _Comparis
             continue
         known.add(name)
         digest = _digest_now(corpus, number)
-        if place.is_done and short_digest(corpus.digest(number) or "") == place.digest:
+        if place.is_done and place.digest and short_digest(corpus.digest(number) or "") == place.digest:
             digest = place.digest  # of a stored document that was pruned since
         if digest is None:  # unknown
             is_kept = place.is_done
