@@ -166,6 +166,11 @@ def own_pool(loaded: LoadedModel) -> Pool:
     return Pool(loaded.shape.layers, loaded.dtype, loaded.device)
 
 
+def pool_for(loaded: LoadedModel, prefix: SequenceKV | None) -> Pool:
+    """Return the pool of prompts after a prefix, whose rows they then share; without a prefix, one of their own."""
+    return own_pool(loaded) if prefix is None else prefix.pool
+
+
 def compute_prefix(loaded: LoadedModel, ids: Sequence[int], pool: Pool | None = None) -> SequenceKV:
     """Compute the prefix that all prompts share, once, on every rank that will use it.
 
@@ -214,7 +219,7 @@ def prefill_kvr(
     keeps_all : the rank with the last slice ends with the keys and values of all tokens, even in layers with windows or
         chunks.
     chunk_tokens : every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
-    pool : for the keys and values that this rank keeps; None: memory of their own.
+    pool : for the keys and values that this rank keeps; None: `pool_for`.
     reading : what is read of the prompt instead of its logits; on routes on which each rank computes one slice.
     **of_cache : options of `SliceRow`, on each rank.
     """
@@ -275,7 +280,7 @@ def prefill_kvr(
     try:
         if forwarder is not None and chain.size > 1:
             transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
-        cache = SliceRow(loaded, route, transfers, pool or own_pool(loaded), **of_cache)
+        cache = SliceRow(loaded, route, transfers, pool or pool_for(loaded, prefix), **of_cache)
         if spares_chain:
             found = attempt(run_slice, loaded.tp_group, reads_stored=True)
         else:
