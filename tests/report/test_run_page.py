@@ -260,3 +260,12 @@ def test_unsupported_words_are_counted_and_marked() -> None:
     assert columns["unsupported"] == [2, -1, 0, -1]
     assert columns["marks"] == [[[6, 10]], [], [], []]
     assert columns["ttft"] == [1.5, 1.5, 1.5, -1]
+
+
+def test_headings_of_narrow_columns_fit_into_them() -> None:
+    """At 13.5 px, a bold character of a wide font such as DejaVu Sans takes about 9 px."""
+    page = page_with([done("a")]).decode()
+    narrowest = min(map(int, re.findall(r"\.wnum \{ width: (\d+)px", page))) - 2 * 5
+    headings = re.findall(r'<th class="n wnum"><button[^>]*>([^<]*)<', page)
+    words = [word for heading in headings for word in re.split(r" |(?<=&shy;)", heading)]
+    assert len(headings) == 4 and max(len(word.replace("&shy;", "-")) for word in words) * 9 <= narrowest
