@@ -224,7 +224,7 @@ def draw_slices(records: Sequence[Record]) -> Chart | str:
     return Chart(
         title,
         drawing,
-        f"{counted(len(mine), 'prompt')}; the first slice is at the bottom, and later ones are closer to the page color.",
+        f"{counted(len(mine), 'prompt')}. The first slice is at the bottom; later ones are closer to the page color.",
     )
 
 
