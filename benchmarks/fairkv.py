@@ -468,7 +468,7 @@ def main(
         listed = world.broadcast(on_root(world, lambda: scan_documents(spec).to_bytes()) or b"")
         device = own_device(world, spec.model.device)
         wanted = cast(TransportName, transport)
-        links, reason = open_transport(world, wanted, device, every_pair=True)
+        links, reason = open_transport(world, wanted, device, decodes_together=True)
         logger.root.info(reason)
         rows = bench_heads(
             spec,

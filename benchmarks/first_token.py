@@ -594,7 +594,7 @@ def main(
         slices = together(world, lambda: _parse_slices(lengths_of))
         opened = stack.enter_context(opened_model(world, model))
         loaded = load_everywhere(world, opened, dtype or default_dtype(device), device, kernels=kernels, logger=logger)
-        links = open_links(world, loaded, transport, logger, every_pair=True)  # all-gathers
+        links = open_links(world, loaded, transport, logger)
         patience = Patience(repeats, until, time_limit)
         contest = Contest(parse_names(strategies), lengths, patience, slices, lend)
         own = str(loaded.dtype).removeprefix("torch.")

@@ -148,8 +148,9 @@ def _run(
         return int(share_json(world, on_root(world, lambda: conclude(corpus, 0))))
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
-    links, reason = open_transport(world, spec.parallel.transport, device)
-    is_usual = device.type == "cpu" and spec.parallel.transport == "auto"
+    wanted = spec.parallel.transport
+    links, reason = open_transport(world, wanted, device, decodes_together=spec.decodes_together)
+    is_usual = device.type == "cpu" and wanted == "auto"
     logger.root.log(logging.DEBUG if is_usual else logging.INFO, reason)
     logger.root.debug(", ".join(f"{name} {version}" for name, version in software().items()))
     ranks = join_groups(links, world, topology, device)
@@ -243,7 +244,7 @@ def work_through(
     chains = [lane.split(color) for color in colors]
     members = chains if ranks.tp_group is None else [ranks.world.split(color) for color in colors]  # all of its ranks
     for chain in chains:  # the link that closes a chain's ring is not part of any longer chain
-        warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
+        warm_up(chain, setup.loaded.device)
     choices = choose_modes(setup, lane, shares.rounds, chains, logger)
     first_slot = FIRST_LIST
     for part, chain, everyone, choice in zip(shares.rounds, chains, members, choices, strict=True):

@@ -107,7 +107,9 @@ def prepare(
         logger.info(f"slices are computed in chunks of {chunk_tokens} tokens{whole}")
     if why_alone is not None:
         logger.info(f"documents are decoded one by one: {why_alone}")
-    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_heads(spec) or why_alone))
+    over_nccl = "NCCL is not used for small messages in every layer" if chain.in_streams else None
+    why_not = why_not_heads(spec) or why_alone or over_nccl
+    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not))
     check_alike(
         world,
         {

@@ -102,11 +102,6 @@ class JobSetup:
     checks_memory: bool = False
 
     @property
-    def decodes_together(self) -> bool:
-        """Whether the ranks of a chain communicate while they decode."""
-        return self.spec.is_spread or not isinstance(self.sharing, str | None)
-
-    @property
     def why_no_lookup(self) -> str | None:
         """Why no drafted tokens are run; None if they are, at least by ranks that decode alone."""
         if self.spec.generation.lookup != "auto" or not self.spec.generation.max_new_tokens:
