@@ -12,9 +12,9 @@ from pathlib import Path
 from kvr_mpi.events import Events, Span, TracedPrompt
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.plan import Plan
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.store.traces import TRACE_BYTES, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.links import Skew, measure_skews
