@@ -146,11 +146,13 @@ class Compression:
 
         sequence : with all tokens of the prompt.
         """
-        rule, scored = self.settings.rule, self.repeated_of(text)
-        if not rule.repeats or rule.compete is None or scored is None:
-            return
-        first, stop = scored
-        scores = repeat_scores(sequence, ids, scored, self.instruction, self.layers)
+        if self.settings.rule.repeats and (scored := self.repeated_of(text)) is not None:
+            self.drop(sequence, scored, repeat_scores(sequence, ids, scored, self.instruction, self.layers))
+
+    def drop(self, sequence: SequenceKV, scored: Range, scores: torch.Tensor) -> None:
+        """Drop the tokens in a range with the lowest scores (layers, this rank's heads, tokens)."""
+        rule, (first, stop) = self.settings.rule, scored
+        assert rule.compete is not None, "heads compete"
         whole = torch.stack([self._of_all_heads(of_layer) for of_layer in scores]).flatten(0, 1)
         counts = rule.compete(whole, self.settings.kept_of(stop - first)).view(len(self.layers), self.kv_heads)
         before, after = (torch.arange(*each, device=scores.device) for each in ((first,), (stop, sequence.length)))
@@ -203,9 +205,7 @@ def size_of(loaded: LoadedModel, sequence: SequenceKV, method: str) -> RetainedS
     return RetainedSize(method, tokens / max(1, heads), kv_bytes)
 
 
-def open_compression(
-    settings: CompressSettings, loaded: LoadedModel, instruction: Sequence[int] = ()
-) -> Compression:
+def open_compression(settings: CompressSettings, loaded: LoadedModel, instruction: Sequence[int] = ()) -> Compression:
     """Prepare a method for a model; `instruction` are tokens that ask it to repeat a text before them.
 
     Raises `ConfigError` if the model does not keep keys and values per head, or the profile is for another model.

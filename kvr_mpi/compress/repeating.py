@@ -88,9 +88,7 @@ class RepeatRow(RowCache):
         return part.finish(params).to(query.dtype)
 
 
-def peak_weights(
-    query: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, params: AttentionParams
-) -> torch.Tensor:
+def peak_weights(query: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, params: AttentionParams) -> torch.Tensor:
     """Return the highest weight of each key over all queries and the query heads of its KV head (kv_heads, keys).
 
     query : (1, heads, queries, head_dim), heads a multiple of kv_heads; all of them see these keys.

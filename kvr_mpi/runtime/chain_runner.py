@@ -251,7 +251,9 @@ class ChainRunner:
         found = attempt(partial(compression.repeat, prefill.cache, prompt.ids, prompt.text), loaded.tp_group)
         if isinstance(found, Failure):
             prefill.release()
-            why = found.explain(f"to repeat the {prompt.tokens} tokens of its prompt, as {compression.settings.method} does")
+            why = found.explain(
+                f"to repeat the {prompt.tokens} tokens of its prompt, as {compression.settings.method} does"
+            )
             return replace(prefill, cache=None, logits=None, error=why)
         wait_for_compute(loaded.device)
         prefill.seconds += time.perf_counter() - began

@@ -47,7 +47,7 @@ def prefilled(name: str, ranks: int, known: int = 0) -> SequenceKV:
 
 
 def plain_scores(name: str) -> torch.Tensor:
-    """The highest weights in transformers' own attention, for each chunk in a pass of its own (layers, heads, tokens)."""
+    """The highest weights in transformers' own attention, a pass for each chunk (layers, heads, tokens)."""
     loaded, ids, (start, stop), found = tiny(name), prompt(TOKENS), TEXT, []
     loaded.model.set_attn_implementation("eager")
     for first in range(start, stop, CHUNK):
