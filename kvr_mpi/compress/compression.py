@@ -229,7 +229,8 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel, instructio
         )
     heads = {shape.layers[idx].num_kv_heads for idx in layers}
     sizes = {shape.layers[idx].key_dim + shape.layers[idx].value_dim for idx in layers}
-    if len(heads) > 1 or (settings.rule.weigh is not None and len(sizes) > 1):
+    shares_over_layers = settings.rule.weigh is not None or settings.rule.repeats
+    if len(heads) > 1 or (shares_over_layers and len(sizes) > 1):
         raise ConfigError(
             f"{name} has layers of {' and '.join(map(str, sorted(heads)))} KV heads of {sorted(sizes)} elements, but "
             f"the budget is distributed over heads of one size; choose method = 'snapkv' or leave [compress] out"

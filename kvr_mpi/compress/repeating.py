@@ -98,9 +98,9 @@ def peak_weights(query: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, par
     kv_heads = keys.shape[1]
     if params.sinks is not None:
         lse = torch.logaddexp(lse, params.sinks.float().view(1, -1, 1))
+    by_group = query[0].reshape(kv_heads, -1, *query.shape[2:]), lse[0].reshape(kv_heads, -1, lse.shape[2])
     found = []
-    groups = zip(query[0].unflatten(0, (kv_heads, -1)), lse[0].unflatten(0, (kv_heads, -1)), keys[0], strict=True)
-    for group, totals, own in groups:
+    for group, totals, own in zip(*by_group, keys[0], strict=True):
         peaks = [
             (query_products(one, own, params) - total.unsqueeze(-1)).amax(0)  # one head at a time: they are large
             for one, total in zip(group, totals, strict=True)
