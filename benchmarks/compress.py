@@ -40,7 +40,7 @@ from kvr_mpi.documents.prompts import PromptText, make_frame
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.runtime.head_sample import retained_counts
-from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 
 DOCUMENTS = Path(__file__).resolve().parents[1] / "jobs" / "demo"

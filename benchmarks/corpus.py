@@ -43,22 +43,22 @@ from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError, counted
 from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.logs import SILENT, RankLogger
-from kvr_mpi.preflight.checks import choose_chain_size
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import work_through
+from kvr_mpi.runtime.checks import choose_chain_size
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.indexing import open_documents, scan_documents
+from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.leader import WorkerContext
+from kvr_mpi.runtime.loading import own_device
+from kvr_mpi.runtime.prepare import prepare
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
+from kvr_mpi.runtime.session import JobSetup, Machine
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.job_setup import JobSetup, Machine
-from kvr_mpi.setup.loading import own_device
-from kvr_mpi.setup.prepare import prepare
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import Topology
 from kvr_mpi.trace import Recorder

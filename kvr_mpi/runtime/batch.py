@@ -35,32 +35,32 @@ from kvr_mpi.errors import (
 from kvr_mpi.job import JobSpec
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.preflight.checks import lay_out
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.requests.sources import error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.checks import lay_out
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
 from kvr_mpi.runtime.indexing import index_job, open_documents
+from kvr_mpi.runtime.job_ranks import JobRanks, join_groups
 from kvr_mpi.runtime.leader import Leader, WorkerContext
+from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import RunOptions
 from kvr_mpi.runtime.outcome import keep_outcome
 from kvr_mpi.runtime.planner import Planner
+from kvr_mpi.runtime.prediction import identity_of_job
+from kvr_mpi.runtime.prepare import prepare
+from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
+from kvr_mpi.runtime.session import JobSetup, Machine
 from kvr_mpi.runtime.stopping import Stop, stopped_by_signals
+from kvr_mpi.runtime.stored_size import check_stored_size
 from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
 from kvr_mpi.runtime.tracing import open_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
-from kvr_mpi.setup.job_ranks import JobRanks, join_groups
-from kvr_mpi.setup.job_setup import JobSetup, Machine
-from kvr_mpi.setup.loading import own_device
-from kvr_mpi.setup.planning import identity_of_job
-from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.folder import make_writable, survey, writing
 from kvr_mpi.store.lock import Lock
@@ -148,8 +148,9 @@ def _run(
         return int(share_json(world, on_root(world, lambda: conclude(corpus, 0))))
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
-    links, reason = open_transport(world, spec.parallel.transport, device)
-    is_usual = device.type == "cpu" and spec.parallel.transport == "auto"
+    wanted = spec.parallel.transport
+    links, reason = open_transport(world, wanted, device, decodes_together=spec.decodes_together)
+    is_usual = device.type == "cpu" and wanted == "auto"
     logger.root.log(logging.DEBUG if is_usual else logging.INFO, reason)
     logger.root.debug(", ".join(f"{name} {version}" for name, version in software().items()))
     ranks = join_groups(links, world, topology, device)
@@ -243,7 +244,7 @@ def work_through(
     chains = [lane.split(color) for color in colors]
     members = chains if ranks.tp_group is None else [ranks.world.split(color) for color in colors]  # all of its ranks
     for chain in chains:  # the link that closes a chain's ring is not part of any longer chain
-        warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
+        warm_up(chain, setup.loaded.device)
     choices = choose_modes(setup, lane, shares.rounds, chains, logger)
     first_slot = FIRST_LIST
     for part, chain, everyone, choice in zip(shares.rounds, chains, members, choices, strict=True):

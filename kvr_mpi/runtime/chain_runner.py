@@ -28,9 +28,9 @@ from kvr_mpi.prefill.one_prompt import (
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.plan import Plan, Way
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.runtime.prompt import Prompt
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.topology import Rotation
 from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport

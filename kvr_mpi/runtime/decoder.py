@@ -18,12 +18,12 @@ from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.result_sink import ResultSink
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
-from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport import share_json
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError, UnavailableError, record_error
-from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.sources import DocumentSource, Split, error_record
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.plan import ChainMessage, EndPrefill, Plan
 from kvr_mpi.runtime.planner import Planner
+from kvr_mpi.runtime.prompt import Prompt
+from kvr_mpi.runtime.requests import DocumentSource, Split, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace

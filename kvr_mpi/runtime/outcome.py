@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvr_mpi.logs import RankLogger
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.runtime.tally import Tally
+from kvr_mpi.schedule.assignment import two_parts
 from kvr_mpi.schedule.forecast import forecast_measured
 from kvr_mpi.schedule.history import (
     DATE,
@@ -23,8 +25,6 @@ from kvr_mpi.schedule.history import (
     keep,
     read_history,
 )
-from kvr_mpi.schedule.plan import two_parts
-from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.identity import devices_of

@@ -16,9 +16,9 @@ from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner, shard_of
 from kvr_mpi.runtime.plan import Plan, Way
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.topology import Rotation
 from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
 from kvr_mpi.tuning.table import Table

@@ -12,10 +12,10 @@ from pathlib import Path
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.plan import Plan
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.runtime.tally import Tally
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.traces import TRACE_BYTES, TracedPrompt, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.trace import Recorder, Span

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from kvr_mpi.errors import DataError, UnavailableError, counted, record_error
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.host_memory import HeapTrimmer
 from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
 from kvr_mpi.runtime.waves import Held
-from kvr_mpi.setup.host_memory import HeapTrimmer
 from kvr_mpi.store.record import Record
 from kvr_mpi.topology import first_of_each
 from kvr_mpi.transport import Transport, gather_json

@@ -23,8 +23,8 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of, ranks_that_fit
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup import host_memory as memory
-from kvr_mpi.setup import prepare
+from kvr_mpi.runtime import host_memory as memory
+from kvr_mpi.runtime import prepare
 from kvr_mpi.transport.local import run_local
 
 # Models without windows, softcaps or sinks, whose attention is one kernel.
