@@ -72,7 +72,7 @@ class ChainRunner:
 
     def __init__(self, setup: JobSetup, chain: Transport, first_rank: int, events: Events | None = None) -> None:
         self.setup, self.chain, self.first_rank = setup, chain, first_rank
-        self.is_spread = setup.spec.is_spread
+        self.is_sharded = setup.spec.is_sharded
         device = setup.loaded.device
         self.pack_tokens = PACK_TOKENS[device.type]  # of a packed row
         self.forwarder = Forwarder(chain, device=device, events=events) if chain.size > 1 else None
@@ -234,7 +234,7 @@ class ChainRunner:
             spares_chain=True,
             keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own) or setup.repeats,
             write_layer=write,
-            is_sharded=self.is_spread,
+            is_sharded=self.is_sharded,
             retain=setup.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
             pool=setup.pool,

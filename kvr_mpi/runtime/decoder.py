@@ -72,7 +72,7 @@ class Decoder:
             if self._setup.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
                 self._sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
-        if self._setup.spec.is_spread and sequence is not None and came_through and not is_home and prompt.is_final:
+        if self._setup.spec.is_sharded and sequence is not None and came_through and not is_home and prompt.is_final:
             self._sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
         self._deliver(self._batch.take_finished())  # do not hold back finished answers
 

@@ -90,7 +90,7 @@ def _usual_wave(setup: JobSetup, part: Round) -> Wave:
 
 def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choice: DecodeChoice) -> WorkerContext:
     """Let the chain decode together if keys and values are sharded or heads are shared."""
-    if setup.spec.is_spread:
+    if setup.spec.is_sharded:
         group: Group = TokenGroup(setup.loaded, chain)
     elif choice.mode == "head-parallel":
         assert not isinstance(setup.sharing, str | None), "without it, ranks decode separately"

@@ -294,7 +294,7 @@ def _check(
     check_combinations(spec, kinds_of(loaded))
     if spec.chunk_tokens != "auto":
         check_chunks(loaded)
-    if spec.is_spread:
+    if spec.is_sharded:
         check_spread(loaded)
     tokenizer, shape = loaded.tokenizer, loaded.shape
     template = spec.prompt.first_template
@@ -433,7 +433,7 @@ def try_rows(spec: JobSpec, loaded: LoadedModel, logger: RankLogger) -> tuple[st
     fast on CPUs. Sharded documents are decoded by all ranks, without pages.
     """
     why_no_pages = None
-    if loaded.device.type == "cuda" and not spec.is_spread and not spec.cache.is_rolling:
+    if loaded.device.type == "cuda" and not spec.is_sharded and not spec.cache.is_rolling:
         trial = Pool(loaded.shape.layers, loaded.dtype, loaded.device, 2 * PAGE_ROWS)
         if (why_no_pages := why_not_packed(loaded, trial)) is None:
             return None, True

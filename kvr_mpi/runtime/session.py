@@ -108,7 +108,7 @@ class JobSetup:
             return "the job asks for none"
         if self.spec.is_plain or self.rolling is not None:
             return "its caches cannot drop the last tokens"
-        if self.spec.is_spread:
+        if self.spec.is_sharded:
             return "the ranks that share a prompt have to run the same tokens"
         return why_no_drafts(self.loaded)
 

@@ -52,7 +52,7 @@ class ChainWorker:
         while (end := self._prefill_wave()).goes_on:
             self._decode_wave(end)
             self._exchange_parts()
-        if self._runner.is_spread or self._context.decoder.shares_heads:  # this chain's ranks do not meet again
+        if self._runner.is_sharded or self._context.decoder.shares_heads:  # this chain's ranks do not meet again
             self._decode_together()
         self._runner.close()
 
@@ -90,7 +90,7 @@ class ChainWorker:
         self._begin([plan])
         prefill = self._prefill_slice(plan)
         end_row(self._context.events, [prefill])
-        if runner.is_spread or rank == plan.decode_rank:
+        if runner.is_sharded or rank == plan.decode_rank:
             self._context.decoder.start(plan.prompt, prefill)
 
     def _begin(self, row: Sequence[Plan]) -> None:

@@ -38,7 +38,9 @@ def shared(loaded: LoadedModel, tokens: int, pool: Pool, before: int = 0) -> Seq
     return document
 
 
-def ask(loaded: LoadedModel, document: SequenceKV, ends: Sequence[Sequence[int]], pool: Pool | None = None) -> list[Prefill]:
+def ask(
+    loaded: LoadedModel, document: SequenceKV, ends: Sequence[Sequence[int]], pool: Pool | None = None
+) -> list[Prefill]:
     ids = [[*document.ids, *end] for end in ends]
     return prefill_packed(loaded, ids, prefix=document, reserve_tokens=NEW_TOKENS, pool=pool)
 
