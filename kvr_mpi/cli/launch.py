@@ -102,7 +102,7 @@ def load_everywhere(
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.log_lines import quiet_libraries
     from kvr_mpi.logs import SILENT
-    from kvr_mpi.setup.loading import load_on_all
+    from kvr_mpi.runtime.loading import load_on_all
     from kvr_mpi.topology import cores_per_rank
 
     quiet_libraries(world.rank)
