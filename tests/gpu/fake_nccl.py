@@ -272,23 +272,24 @@ class Group:
 
 
 class HostOnly(LocalTransport):
-    """The control channel of ranks on GPUs, which refuses GPU memory."""
+    """The control channel of ranks on GPUs, which refuses GPU memory unless it is staged, as ``MpiTransport`` does."""
+
+    stages = False
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        return super().isend(_on_host(tensor), dest, tag)
+        return super().isend(self._on_host(tensor), dest, tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        return super().irecv(_on_host(tensor), source, tag)
+        return super().irecv(self._on_host(tensor), source, tag)
 
     def split(self, color: int) -> HostOnly:
         some = super().split(color)
         return HostOnly(some._hub, some.rank)
 
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, GpuTensor):
-        raise TypeError("GPU memory is passed to the control channel")
-    return tensor
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, GpuTensor) and not self.stages:
+            raise TypeError("GPU memory is passed to the control channel")
+        return tensor.on_cpu if isinstance(tensor, GpuTensor) else tensor
 
 
 def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T]) -> list[T]:
