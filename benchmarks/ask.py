@@ -44,7 +44,7 @@ from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
-from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header

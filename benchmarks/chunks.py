@@ -26,7 +26,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.transport import gather_json, share_json
 from kvr_mpi.transport.mpi import connect
 

@@ -37,7 +37,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, own_pool
-from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.kernels import choose_kernels
 

@@ -15,7 +15,7 @@ from kvr_mpi.kv.chain import Retain
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr, wait_for_compute
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
 

@@ -51,12 +51,12 @@ from kvr_mpi.fairkv.group import HeadGroup, PlaceHeads
 from kvr_mpi.fairkv.placement import place_best_effort, place_in_proportion, place_statically, place_with_equal_copies
 from kvr_mpi.job import JobSpec, load_job
 from kvr_mpi.logs import RankLogger
-from kvr_mpi.preflight.checks import check_job
+from kvr_mpi.runtime.checks import check_job
 from kvr_mpi.runtime.indexing import open_documents, scan_documents
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.job_setup import JobSetup, Machine
-from kvr_mpi.setup.loading import own_device
-from kvr_mpi.setup.prepare import prepare
+from kvr_mpi.runtime.job_ranks import JobRanks
+from kvr_mpi.runtime.loading import own_device
+from kvr_mpi.runtime.prepare import prepare
+from kvr_mpi.runtime.session import JobSetup, Machine
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import TransportName, open_transport
 from kvr_mpi.transport.mpi import connect
@@ -468,7 +468,7 @@ def main(
         listed = world.broadcast(on_root(world, lambda: scan_documents(spec).to_bytes()) or b"")
         device = own_device(world, spec.model.device)
         wanted = cast(TransportName, transport)
-        links, reason = open_transport(world, wanted, device, every_pair=True)
+        links, reason = open_transport(world, wanted, device, decodes_together=True)
         logger.root.info(reason)
         rows = bench_heads(
             spec,

@@ -51,7 +51,7 @@ from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.setup.verify import _in_float32
+from kvr_mpi.runtime.verify import _in_float32
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
@@ -594,7 +594,7 @@ def main(
         slices = together(world, lambda: _parse_slices(lengths_of))
         opened = stack.enter_context(opened_model(world, model))
         loaded = load_everywhere(world, opened, dtype or default_dtype(device), device, kernels=kernels, logger=logger)
-        links = open_links(world, loaded, transport, logger, every_pair=True)  # all-gathers
+        links = open_links(world, loaded, transport, logger)
         patience = Patience(repeats, until, time_limit)
         contest = Contest(parse_names(strategies), lengths, patience, slices, lend)
         own = str(loaded.dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.options import make_parser
 from kvr_mpi.cli.options import parse_numbers
-from kvr_mpi.setup.loading import own_device
+from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.transport import gather_json, share_json
 from kvr_mpi.transport.choose import NAMES, open_transport
 from kvr_mpi.transport.links import Effort, measure_links

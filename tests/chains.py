@@ -18,7 +18,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import continued
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
-from kvr_mpi.setup.job_ranks import JobRanks, join_groups
+from kvr_mpi.runtime.job_ranks import JobRanks, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local

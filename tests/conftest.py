@@ -198,7 +198,7 @@ def known_footprints(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count what prompts of a model take once, not for each job and plan."""
     from models import known_footprint
 
-    for module in ("setup.prepare", "schedule.forecast"):
+    for module in ("runtime.prepare", "schedule.forecast"):
         monkeypatch.setattr(f"kvr_mpi.{module}.footprint_of", known_footprint)
 
 

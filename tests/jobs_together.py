@@ -26,8 +26,8 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_OK
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import refusals
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.setup import prepare
-from kvr_mpi.setup.prepare import try_rows
+from kvr_mpi.runtime import prepare
+from kvr_mpi.runtime.prepare import try_rows
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 

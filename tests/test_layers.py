@@ -28,7 +28,7 @@ CONTACTS = {
     "transformers.cache_utils": {"kv/layer.py", "kv/states.py"},
     "click": {"cli"},
     # A feature beside the core, which meets it in one place.
-    "kvr_mpi.fairkv": {"fairkv", "setup/prepare.py"},
+    "kvr_mpi.fairkv": {"fairkv", "runtime/prepare.py"},
     "benchmarks": set(),
 }
 FORBIDDEN = {"pickle", "cPickle", "dill", "shelve"}

@@ -17,14 +17,14 @@ from kvr_mpi.job import JobSpec, make_job, show_job
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import from_plain
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.preflight.checks import check_table
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.checks import check_table
+from kvr_mpi.runtime.job_ranks import JobRanks
+from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.runtime.plan import Plan, share_message
 from kvr_mpi.runtime.planner import Planner
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.loading import own_device
-from kvr_mpi.setup.prepare import prepare
+from kvr_mpi.runtime.prepare import prepare
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.transport import check_alike, on_root, share_json, together
 from kvr_mpi.transport.choose import open_transport
 from kvr_mpi.transport.mpi import release

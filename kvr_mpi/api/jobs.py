@@ -22,7 +22,7 @@ from kvr_mpi.transport import on_root, share_json
 from kvr_mpi.transport.mpi import release
 
 if TYPE_CHECKING:
-    from kvr_mpi.setup.planning import PlannedJob
+    from kvr_mpi.runtime.prediction import PlannedJob
 
 GIVEN = "the job given"  # name of a job without a file, in error messages
 
@@ -116,7 +116,7 @@ def plan(job: Job, ranks: int, hardware: str | None = None, *, settings: Sequenc
     """
     if ranks < 1:
         raise ConfigError(f"ranks = {ranks}: expected the number of ranks of the job, at least 1")
-    from kvr_mpi.setup.planning import plan_job
+    from kvr_mpi.runtime.prediction import plan_job
 
     return plan_job(read_job(job, settings), read_environment(), ranks, hardware)
 

@@ -63,7 +63,7 @@ def ask(**given: Any) -> int:
 def _make_job(arguments: dict[str, Any], settings: Any, continues: bool = False) -> tuple[JobSpec, dict[str, str]]:
     """Convert the arguments to a job."""
     from kvr_mpi.job import make_job
-    from kvr_mpi.stored.asking import stored_header
+    from kvr_mpi.runtime.asking import stored_header
 
     runs: tuple[Path, ...] = arguments["runs"]
     made_by = stored_header("documents.path", list(map(str, runs))).model

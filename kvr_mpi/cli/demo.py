@@ -48,7 +48,7 @@ def demo(ranks: int, output: Path, overwrite: bool) -> int:
     from kvr_mpi.cli.environment import is_offline
     from kvr_mpi.cli.files import find_shipped
     from kvr_mpi.job import load_job
-    from kvr_mpi.preflight.checks import check_job
+    from kvr_mpi.runtime.checks import check_job
     from kvr_mpi.transport.mpi import launched_size
 
     started = launched_size(os.environ)

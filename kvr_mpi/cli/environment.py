@@ -14,13 +14,13 @@ from kvr_mpi.cgroups import usable_cores
 from kvr_mpi.scheduler import batch_job, end_time
 
 if TYPE_CHECKING:
-    from kvr_mpi.setup.job_setup import Machine
+    from kvr_mpi.runtime.session import Machine
     from kvr_mpi.store.lock import Owner
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
     """Read cores, threads, cache folder and the batch system's deadline; docs/reference.py lists all variables."""
-    from kvr_mpi.setup.job_setup import Machine
+    from kvr_mpi.runtime.session import Machine
 
     caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads = environ.get("OMP_NUM_THREADS", "")

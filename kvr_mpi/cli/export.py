@@ -65,8 +65,8 @@ def export(
     them are combined into one table. If shares are missing, the command lists them and exits with 65.
     """
     from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK
+    from kvr_mpi.store.parts import tell_missing
     from kvr_mpi.store.results import open_results
-    from kvr_mpi.store.shares import tell_missing
     from kvr_mpi.store.targets import check_file
 
     if kv is not None and output is not None:

@@ -106,8 +106,8 @@ def init(
     from kvr_mpi.documents import describe_others, read_corpus
     from kvr_mpi.errors import OutputError, counted, listed
     from kvr_mpi.job import break_lines
-    from kvr_mpi.preflight.checks import check_job, find_others
-    from kvr_mpi.preflight.inputs import row_format
+    from kvr_mpi.job.inputs import row_format
+    from kvr_mpi.runtime.checks import check_job, find_others
 
     if job.exists():
         raise OutputError(f"{job} already exists; choose another name")

@@ -102,7 +102,7 @@ def load_everywhere(
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.log_lines import quiet_libraries
     from kvr_mpi.logs import SILENT
-    from kvr_mpi.setup.loading import load_on_all
+    from kvr_mpi.runtime.loading import load_on_all
     from kvr_mpi.topology import cores_per_rank
 
     quiet_libraries(world.rank)
@@ -120,15 +120,13 @@ def load_everywhere(
     )
 
 
-def open_links(
-    world: Transport, loaded: LoadedModel, wanted: str, logger: RankLogger, *, every_pair: bool = False
-) -> Transport:
-    """Open the transport for tensors, and log which one was chosen; for `every_pair` see `choose.warm_up`."""
+def open_links(world: Transport, loaded: LoadedModel, wanted: str, logger: RankLogger) -> Transport:
+    """Open the transport for tensors, and log which one was chosen."""
     from typing import cast
 
     from kvr_mpi.transport.choose import TransportName, open_transport
 
-    transport, reason = open_transport(world, cast(TransportName, wanted), loaded.device, every_pair=every_pair)
+    transport, reason = open_transport(world, cast(TransportName, wanted), loaded.device)
     logger.root.info(reason)
     return transport
 

@@ -38,8 +38,8 @@ def merge(folders: tuple[Path, ...], output: Path | None, overwrite: bool, share
     from kvr_mpi.logs import RankLogger
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.lock import Lock
+    from kvr_mpi.store.parts import find_runs, tell_missing
     from kvr_mpi.store.rewrite import merge_run, merge_runs
-    from kvr_mpi.store.shares import find_runs, tell_missing
     from kvr_mpi.store.targets import check_file
 
     for folder in folders:

@@ -16,9 +16,9 @@ from kvr_mpi.errors import counted, listed
 
 if TYPE_CHECKING:
     from kvr_mpi.job import JobSpec
+    from kvr_mpi.runtime.prediction import PlannedJob
     from kvr_mpi.schedule.forecast import Forecast
     from kvr_mpi.schedule.placement import Placement, Schedule
-    from kvr_mpi.setup.planning import PlannedJob
 
 # Plans for half and twice the ranks are shown up to this number: forecasts of longer chains take seconds.
 COMPARED_RANKS = 128
@@ -180,7 +180,7 @@ def plan_here(spec: JobSpec, ranks: int, hardware: str | None) -> PlannedJob:
     """Plan a job for this number of ranks."""
     from kvr_mpi.cli.environment import read_environment
     from kvr_mpi.cli.log_lines import quiet_libraries, show_log
-    from kvr_mpi.setup.planning import plan_job
+    from kvr_mpi.runtime.prediction import plan_job
 
     show_log()
     quiet_libraries()
@@ -244,7 +244,7 @@ def _print_rows(found: Schedule, forecast: Forecast) -> None:
 
 def _print_summary(made: PlannedJob) -> None:
     """Print the makespan and its alternatives: the bound, other plans, the job as written, other numbers of ranks."""
-    from kvr_mpi.schedule.plan import describe_schedule, plan_documents
+    from kvr_mpi.schedule.assignment import describe_schedule, plan_documents
 
     spec, found, forecast, texts = made.spec, made.schedule, made.forecast, made.texts
     click.echo("")

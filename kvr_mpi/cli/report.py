@@ -30,7 +30,7 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
     from kvr_mpi.disk import replacing
     from kvr_mpi.report.page import page_of
     from kvr_mpi.report.style import bytes_text
-    from kvr_mpi.store.shares import is_run
+    from kvr_mpi.store.parts import is_run
     from kvr_mpi.store.targets import check_file
 
     target = output or (path if path.is_dir() else path.parent) / "report.html"

@@ -137,9 +137,9 @@ def run_on(
     from kvr_mpi.cli.environment import is_offline, read_environment, read_owner
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.job import JobSpec, show_job
+    from kvr_mpi.job.inputs import identity_of
     from kvr_mpi.logs import RankLogger
-    from kvr_mpi.preflight.checks import check_job
-    from kvr_mpi.preflight.inputs import identity_of
+    from kvr_mpi.runtime.checks import check_job
     from kvr_mpi.scheduler import end_time
     from kvr_mpi.store.lock import check_unused
     from kvr_mpi.store.run import check_settings, is_of_job, last_header
@@ -148,7 +148,7 @@ def run_on(
     def load_here() -> str:
         spec, sources = load()
         if spec.questions is not None:
-            from kvr_mpi.stored.asking import complete_questions
+            from kvr_mpi.runtime.asking import complete_questions
 
             spec = complete_questions(spec)
         if (spec.documents.shard or "").startswith("task/"):

@@ -380,8 +380,8 @@ def _forecast(
     """
     from kvr_mpi.errors import ConfigError
     from kvr_mpi.report.style import bytes_text
-    from kvr_mpi.schedule.plan import plan_documents, written_seconds
-    from kvr_mpi.setup.planning import plan_shares
+    from kvr_mpi.runtime.prediction import plan_shares
+    from kvr_mpi.schedule.assignment import plan_documents, written_seconds
 
     made = plan_here(spec, nodes.ranks, hardware)
     plans = plan_shares(made, shares) if shares else [made]

@@ -150,7 +150,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     from kvr_mpi.disk import replacing
     from kvr_mpi.job import load_job
     from kvr_mpi.logs import RankLogger
-    from kvr_mpi.preflight.checks import check_job
+    from kvr_mpi.runtime.checks import check_job
     from kvr_mpi.runtime.head_sample import sample_heads
     from kvr_mpi.store.targets import check_file
 

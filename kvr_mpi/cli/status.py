@@ -52,7 +52,7 @@ def status(folders: tuple[Path, ...], as_json: bool, every: str | None) -> int:
 
 def _show_status(folders: tuple[Path, ...], as_json: bool) -> Status:
     """Print and return the progress of runs."""
-    from kvr_mpi.store.shares import find_runs
+    from kvr_mpi.store.parts import find_runs
     from kvr_mpi.store.status import add_up, read_all
 
     runs, missing = find_runs(folders)

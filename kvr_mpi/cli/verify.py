@@ -50,8 +50,8 @@ def verify(job: Path | None, settings: tuple[str, ...], lengths: str) -> int:
         from kvr_mpi.prefill.failure import is_out_of_memory
         from kvr_mpi.prefill.finite import explain_not_finite
         from kvr_mpi.prefill.self_check import check_chain
-        from kvr_mpi.setup.verify import NEW_TOKENS
-        from kvr_mpi.setup.verify import verify as verify_all
+        from kvr_mpi.runtime.verify import NEW_TOKENS
+        from kvr_mpi.runtime.verify import verify as verify_all
         from kvr_mpi.transport import together
 
         logger = RankLogger(world.rank)

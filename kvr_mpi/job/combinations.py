@@ -19,7 +19,7 @@ LEAVE_OUT = "omit one of the two"
 SINGLE = "parallel.strategy = 'single'"
 CHAIN_SIZE, PLANNED = "parallel.ranks_per_chain", "parallel.ranks_per_chain = 'auto'"
 CHUNKS, TABLE, TENSOR_PARALLEL = "parallel.chunk_tokens", "parallel.partition = PATH", "parallel.tensor_parallel"
-HEADS = "decode.mode = 'head-parallel'"
+HEADS, NCCL = "decode.mode = 'head-parallel'", "parallel.transport = 'nccl'"
 ROLLING, COMPRESS = "cache.kind", "[compress]"
 KV, SHARDED_KV, COLUMNS = "output.kv", "output.kv = 'sharded'", "output.columns"
 QUESTIONS, SHARED_QUESTIONS = "[questions]", "[questions] with parallel.ranks_per_chain"
@@ -125,6 +125,15 @@ REFUSED = (
     # Head-parallel decoding.
     Rule(HEADS, (SINGLE,), "it decodes from transformers' own cache, which cannot be split by heads"),
     Rule(HEADS, (SHARDED_KV, SHARED_QUESTIONS), "ranks already decode together, each with some of the tokens"),
+    *(
+        Rule(
+            setting,
+            (NCCL,),
+            "ranks that decode together exchange small messages in every layer, which NCCL is not used for",
+            "choose transport = 'auto' or 'staged', or a CUDA-aware 'mpi'",
+        )
+        for setting in (HEADS, SHARDED_KV, SHARED_QUESTIONS)
+    ),
     Rule(HEADS, (ROLLING,), "a rolling cache stays on one rank"),
     Rule(HEADS, (KV,), "it stores the cache of one rank, but with shared heads each rank has only part of a document"),
     # Stored keys and values, and questions about them.

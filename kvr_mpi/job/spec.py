@@ -328,6 +328,11 @@ class JobSpec(Strict):
         )
 
     @property
+    def decodes_together(self) -> bool:
+        """Whether the ranks of a chain communicate in every layer of a decode step."""
+        return self.is_spread or self.decode.mode == "head-parallel"
+
+    @property
     def is_plain(self) -> bool:
         """Whether plain transformers runs the prompts, each on one rank."""
         return self.parallel.strategy == "single"

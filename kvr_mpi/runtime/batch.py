@@ -32,36 +32,37 @@ from kvr_mpi.errors import (
     WriteError,
     counted,
 )
+from kvr_mpi.events import Events, Totals
 from kvr_mpi.job import JobSpec
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.preflight.checks import lay_out
-from kvr_mpi.report.progress import Progress
+from kvr_mpi.report.progress import Progress, describe_throughput
 from kvr_mpi.report.table import print_summary, rows_of
-from kvr_mpi.requests.sources import error_record
 from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.checks import lay_out
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.decoding import choose_modes, with_decoder
 from kvr_mpi.runtime.indexing import index_job, open_documents
+from kvr_mpi.runtime.job_ranks import JobRanks, join_groups
 from kvr_mpi.runtime.leader import Leader, WorkerContext
+from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import RunOptions
 from kvr_mpi.runtime.outcome import keep_outcome
 from kvr_mpi.runtime.planner import Planner
+from kvr_mpi.runtime.prediction import identity_of_job
+from kvr_mpi.runtime.prepare import prepare
+from kvr_mpi.runtime.requests import error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import Shares, share_out
+from kvr_mpi.runtime.session import JobSetup, Machine
 from kvr_mpi.runtime.stopping import Stop, stopped_by_signals
-from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
-from kvr_mpi.runtime.tracing import open_trace
+from kvr_mpi.runtime.stored_size import check_stored_size
+from kvr_mpi.runtime.tracing import write_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
-from kvr_mpi.setup.job_ranks import JobRanks, join_groups
-from kvr_mpi.setup.job_setup import JobSetup, Machine
-from kvr_mpi.setup.loading import own_device
-from kvr_mpi.setup.planning import identity_of_job
-from kvr_mpi.setup.prepare import prepare
-from kvr_mpi.setup.stored_size import check_stored_size
 from kvr_mpi.store.batch_responses import write_responses
+from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.folder import make_writable, survey, writing
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
@@ -148,8 +149,9 @@ def _run(
         return int(share_json(world, on_root(world, lambda: conclude(corpus, 0))))
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
-    links, reason = open_transport(world, spec.parallel.transport, device)
-    is_usual = device.type == "cpu" and spec.parallel.transport == "auto"
+    wanted = spec.parallel.transport
+    links, reason = open_transport(world, wanted, device, decodes_together=spec.decodes_together)
+    is_usual = device.type == "cpu" and wanted == "auto"
     logger.root.log(logging.DEBUG if is_usual else logging.INFO, reason)
     logger.root.debug(", ".join(f"{name} {version}" for name, version in software().items()))
     ranks = join_groups(links, world, topology, device)
@@ -183,19 +185,24 @@ def _run(
     if world.rank == 0:
         with suppress(OSError):  # files that stay are known by their session
             remove_rank_files(folder / STATES, but_of=session)
-    group_size = spec.parallel.tensor_parallel
+    group_size, events = spec.parallel.tensor_parallel, Events()
+
+    def cost_so_far() -> Cost:
+        return meters.cost(events.totals.rank_s, threads)
+
     with (
-        closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, logger, group_size)) as states,
-        open_trace(prepared, folder, session, ranks, logger, states) as trace,
         closing(
-            ResultWriter(
-                *(folder, world.rank, prepared.header(), session),
-                recorder=trace.recorder,
-                cost=(cost_so_far := partial(meters.cost, trace.tally, threads, ranks.tells)),
-            )
+            StateWriter(folder, world.rank, world.size, session, stop.deadline_s, logger, group_size, events)
+        ) as states,
+        write_trace(prepared, folder, session, ranks, logger, events),
+        closing(
+            ResultWriter(folder, world.rank, prepared.header(), session, events=events, cost=cost_so_far)
         ) as writer,
         Progress(
-            logger, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar, on_estimate=states.estimate
+            *(logger, len(todo), shares.work, events),
+            deadline_s=stop.deadline_s,
+            bar=has_bar,
+            on_estimate=states.estimate,
         ) as progress,
     ):
         if world.rank == 0:
@@ -203,13 +210,13 @@ def _run(
         source = open_documents(prepared, corpus)
         stop.join(counters, None if lock is None else lock.check, ranks.peers)
         sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
-        context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
+        context = WorkerContext(source, sink, Decoder(prepared, sink, stop, events), stop, events)
         work_through(prepared, ranks, shares, context, counters, logger)
         world.barrier()
         seconds, left = progress.elapsed_s, len(todo) - counters.read()[Slot.DONE]
         ended_s = time.monotonic() - options.began_s
         # Rank 0's lane counts for all: the other ranks of each tensor-parallel group did the same work.
-        total = sum_up(Tally(**one) for one in gather_json(ranks.lane, asdict(trace.tally)))
+        total = Totals.sum(Totals(**one) for one in gather_json(ranks.lane, asdict(events.totals)))
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
@@ -243,24 +250,24 @@ def work_through(
     chains = [lane.split(color) for color in colors]
     members = chains if ranks.tp_group is None else [ranks.world.split(color) for color in colors]  # all of its ranks
     for chain in chains:  # the link that closes a chain's ring is not part of any longer chain
-        warm_up(chain, setup.loaded.device, every_pair=setup.decodes_together)
+        warm_up(chain, setup.loaded.device)
     choices = choose_modes(setup, lane, shares.rounds, chains, logger)
     first_slot = FIRST_LIST
     for part, chain, everyone, choice in zip(shares.rounds, chains, members, choices, strict=True):
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.trace.recorder)
+            runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.events)
             leader = None
             if everyone.rank == 0:
                 leader = Leader(Planner(runner, logger, shares_heads=choice.mode == "head-parallel"), queue, context)
             ChainWorker(runner, leader, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
-    context.trace.tell("decoding", counted(context.decoder.running, "answer"))
+    context.events.begin("decoding", counted(context.decoder.running, "answer"))
     context.decoder.decode()
     if not context.stop.reason:  # otherwise answers in progress are lost
         setup.check_memory()
-    context.trace.tell("waiting", "for the other ranks to end")
+    context.events.begin("waiting", "for the other ranks to end")
 
 
 def _conclude(

@@ -16,7 +16,7 @@ from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.rounds import Round
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.tuning.decode_probe import measure_decoding
 
@@ -97,4 +97,4 @@ def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choi
         group = setup.sharing.group(setup.loaded, chain, setup.pool)
     else:
         return context
-    return replace(context, decoder=Decoder(setup, context.sink, context.stop, context.trace, group))
+    return replace(context, decoder=Decoder(setup, context.sink, context.stop, context.events, group))

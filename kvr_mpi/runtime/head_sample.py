@@ -20,9 +20,9 @@ from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import prefill_whole
 from kvr_mpi.runtime.indexing import open_documents, scan_documents
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.job_setup import Machine
-from kvr_mpi.setup.prepare import prepare
+from kvr_mpi.runtime.job_ranks import JobRanks
+from kvr_mpi.runtime.prepare import prepare
+from kvr_mpi.runtime.session import Machine
 from kvr_mpi.store.log import software
 from kvr_mpi.transport.local import LocalTransport
 
@@ -90,5 +90,6 @@ def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compress
             continue
         found = prefill_whole(loaded, prompt.ids, retain=retain)
         sequence = found.cache
+        compression.repeat(sequence, prompt.ids, prompt.text)
         yield np.array([sequence.counts(layer_idx) for layer_idx in sorted(sequence.ragged)], dtype=np.float64)
         found.release()

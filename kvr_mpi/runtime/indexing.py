@@ -22,12 +22,12 @@ from kvr_mpi.documents.index import (
 )
 from kvr_mpi.errors import ConfigError, UnavailableError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.inputs import row_format
 from kvr_mpi.logs import RankLogger
-from kvr_mpi.preflight.checks import find_others, name_files
-from kvr_mpi.preflight.inputs import row_format
-from kvr_mpi.requests.sources import DocumentSource, TextSource
+from kvr_mpi.runtime.checks import find_others, name_files
+from kvr_mpi.runtime.requests import DocumentSource, TextSource
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
-from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.run import hash_recorded
 from kvr_mpi.transport import Transport, on_root, together
 

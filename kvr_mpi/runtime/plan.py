@@ -13,7 +13,7 @@ from typing import Any
 
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
-from kvr_mpi.requests.prompt import Prompt
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 

@@ -16,9 +16,9 @@ from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import ChainRunner, shard_of
 from kvr_mpi.runtime.plan import Plan, Way
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.topology import Rotation
 from kvr_mpi.tuning.lookup import choose_slices, describe_range, is_outside
 from kvr_mpi.tuning.table import Table
@@ -206,7 +206,7 @@ class Planner:
         keep = range(self.size) if self._spec.is_spread and plan.takes_all else [rank]
         if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
             keep = []
-        rows = kept
+        rows = self._on(rank, own) if drop is not None and drop.is_late else kept
         if plan.partition is not None and plan.prefix is not None and plan.prefix.is_stored:
             # Other ranks hold a few layers of it at a time.
             layers = min(1.0, (LAYERS_HELD + 1 + LAYERS_AHEAD) / len(setup.loaded.shape.layers))

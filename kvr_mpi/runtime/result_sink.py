@@ -11,8 +11,8 @@ from kvr_mpi.kv.chain import layer_kv
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.runtime.work_queue import Slot
-from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.writer import ResultWriter

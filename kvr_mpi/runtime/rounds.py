@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from kvr_mpi.documents import Corpus
 from kvr_mpi.logs import RankLogger
-from kvr_mpi.preflight.checks import lay_out
+from kvr_mpi.runtime.checks import lay_out
+from kvr_mpi.runtime.job_ranks import JobRanks
+from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.schedule.assignment import count_tokens, describe_schedule, plan_documents
 from kvr_mpi.schedule.placement import Order, deal
-from kvr_mpi.schedule.plan import count_tokens, describe_schedule, plan_documents
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.job_setup import JobSetup
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport import on_root, share_json
 

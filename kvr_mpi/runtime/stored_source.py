@@ -19,13 +19,13 @@ from kvr_mpi.errors import NOT_NOW, ConfigError, CorpusError, DataError, Documen
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
-from kvr_mpi.requests.sources import Split
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.runtime.requests import Split
+from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.parts import tell_missing
+from kvr_mpi.store.prefix import StoredPrefix, open_prompt
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import Results, read_results
-from kvr_mpi.store.shares import tell_missing
-from kvr_mpi.stored.prompt import StoredPrefix, open_prompt
 
 # Work of a loaded token relative to a prefilled one, for the progress and the distribution over chains.
 LOADED_WORK = 0.02

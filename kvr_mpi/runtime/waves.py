@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from kvr_mpi.topology import Rotation
 
 if TYPE_CHECKING:
-    from kvr_mpi.requests.prompt import Prompt
     from kvr_mpi.runtime.plan import Plan
     from kvr_mpi.runtime.planner import Planner
+    from kvr_mpi.runtime.prompt import Prompt
 
 MAX_WAVE_S = 300.0  # a wave's prefill ends after this time even if memory is left, so that answers are stored regularly
 

@@ -20,10 +20,10 @@ from kvr_mpi.store.folder import Survey, has_results, survey
 from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header, is_sealed
+from kvr_mpi.store.parts import check_corpus, check_same_job, find_part, find_runs, tell_missing
 from kvr_mpi.store.places import Place, Places
 from kvr_mpi.store.record import COMPUTED, KINDS, STATUSES, Record, read_record
 from kvr_mpi.store.run import read_run_file
-from kvr_mpi.store.shares import check_corpus, check_same_job, find_part, find_runs, tell_missing
 from kvr_mpi.store.summary import Summary, count_reasons
 from kvr_mpi.store.volumes import Source, open_source
 

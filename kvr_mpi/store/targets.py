@@ -23,7 +23,7 @@ from kvr_mpi.disk import (
 )
 from kvr_mpi.errors import OutputError
 from kvr_mpi.store.folder import DAMAGED
-from kvr_mpi.store.shares import SHARE_NAME, is_run
+from kvr_mpi.store.parts import SHARE_NAME, is_run
 from kvr_mpi.store.states import STATES
 from kvr_mpi.store.traces import TRACES
 from kvr_mpi.store.volumes import RESULTS

@@ -18,7 +18,7 @@ from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport, measure_needs_progress
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
-from kvr_mpi.transport.nccl import NcclTransport, open_nccl
+from kvr_mpi.transport.nccl import open_nccl
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,6 @@ NAMES: tuple[TransportName, ...] = get_args(TransportName)
 # torch's variables, of which the second is the older one.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WARM_UP_BYTES = 1 << 20
-# Streams that torch has for NCCL on a GPU. Each peer takes one per direction. Beyond that, peers share streams, and a
-# receive from one can block a send to the other: a deadlock if that peer is waiting for it.
-NCCL_STREAMS = 32
 # NCCL's own variable, since 2.30. Ranks that share a GPU take turns, so a transfer waits for the other rank's turn.
 SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -54,20 +51,21 @@ def open_transport(
     device: torch.device,
     *,
     environ: Mapping[str, str] = os.environ,
-    every_pair: bool = False,
+    decodes_together: bool = False,
 ) -> tuple[Transport, str]:
     """Choose, open and warm up the transport for tensors; every rank calls this.
 
     world : all ranks, from `mpi.connect`.
     device : device of this rank's model.
-    every_pair : see `warm_up`.
+    decodes_together : the ranks of a chain communicate in every layer of a decode step.
 
     Returns the transport, and a line with its name and the reason for the choice. Raises `TransportError` on all ranks,
     if the requested transport is impossible here; on the receiver, if a link corrupts data.
     """
     mine = _look(world, device, environ)
     views = [_View(**view) for view in share_json(world, gather_json(world, asdict(mine)))]
-    name, why = together(world, lambda: choose(wanted, views, in_processes=isinstance(world, MpiTransport)))
+    how = {"in_processes": isinstance(world, MpiTransport), "decodes_together": decodes_together}
+    name, why = together(world, lambda: choose(wanted, views, **how))
     transport = world
     if name == "nccl":
         transport = open_nccl(world, device)
@@ -79,7 +77,7 @@ def open_transport(
             why += "; in a background thread, since this MPI cannot copy from the memory of another process (CMA)"
     if device.type == "cuda" and name != "mpi":
         _expand_segments(environ)
-    warm_up(transport, device, every_pair=every_pair)
+    warm_up(transport, device)
     return transport, f"transport: {name}: {why}"
 
 
@@ -94,7 +92,9 @@ def _expand_segments(environ: Mapping[str, str]) -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool) -> tuple[TransportName, str]:
+def choose(
+    wanted: TransportName, views: Sequence[_View], *, in_processes: bool, decodes_together: bool = False
+) -> tuple[TransportName, str]:
     """Choose the transport; the result is the same on every rank.
 
     Raises `TransportError` if the requested transport is impossible here.
@@ -109,6 +109,11 @@ def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool)
     if not in_processes:
         return "local", f"{size} threads of one process"
     if wanted == "nccl":
+        if decodes_together:
+            raise TransportError(
+                "transport 'nccl' is not used by ranks that decode together, since small sums in every layer would "
+                "take longer than the layer; use 'auto' or 'staged', or a CUDA-aware 'mpi'"
+            )
         _need_nccl(views)
         return "nccl", "as requested; control messages over MPI"
     if not on_gpu:
@@ -123,6 +128,8 @@ def choose(wanted: TransportName, views: Sequence[_View], *, in_processes: bool)
                 f"use 'nccl', 'staged' or 'auto', or load a CUDA-aware MPI"
             )
         return "mpi", f"as requested; MPI reports support for GPU memory ({said})"
+    if decodes_together:
+        return "staged", "through pinned host memory, since the ranks of a chain decode together"
     try:
         _need_nccl(views)
     except TransportError as error:
@@ -147,29 +154,21 @@ def _need_nccl(views: Sequence[_View]) -> None:
         )
 
 
-def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = False) -> None:
+def warm_up(transport: Transport, device: torch.device) -> None:
     """Send a message over every link and verify it, so that connections exist before the first prompt.
 
-    NCCL makes a connection while both ranks wait, and may wait for pending transfers.
-
     Links connect neighbors in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
-    rank also sends to the first, and measurements need answers. With `every_pair`, links connect all pairs of ranks,
-    which also sum. NCCL connects each direction of a pair while both ranks wait (0.3 to 1 s), so pairs with different
-    ranks connect at the same time (`in_rounds`).
+    rank also sends to the first, and measurements need answers. NCCL connects each direction of a pair while both
+    ranks wait (0.3 to 1 s), possibly for pending transfers, so pairs with different ranks connect at the same time
+    (`in_rounds`).
 
-    Raises `TransportError` if a link corrupts data, or if NCCL would need more streams than torch has.
+    Raises `TransportError` if a link corrupts data.
     """
     import torch
 
     size = transport.size
-    if every_pair and isinstance(transport, NcclTransport) and 2 * (size - 1) > NCCL_STREAMS:
-        raise TransportError(
-            f"transport 'nccl': {size} ranks that all send to each other take {2 * (size - 1)} streams of each GPU, "
-            f"and torch has {NCCL_STREAMS}: use at most {NCCL_STREAMS // 2 + 1} ranks per chain, decode.mode = "
-            f"'data-parallel', or parallel.transport = 'staged'"
-        )
     ring = {(one, following(one, size)) for one in range(size)} if size > 1 else set()
-    linked = itertools.combinations(range(size), 2) if every_pair else sorted({(min(two), max(two)) for two in ring})
+    linked = sorted({(min(two), max(two)) for two in ring})
     pairs = [two for low, high in in_rounds(linked) for two in ((low, high), (high, low))]
     sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
     for one, other in pairs:
@@ -179,8 +178,6 @@ def warm_up(transport: Transport, device: torch.device, *, every_pair: bool = Fa
             found = torch.zeros_like(sent)
             transport.irecv(found, one, 0).wait()
             _check(found, sent, f"the link from rank {one} to rank {other}")
-    if every_pair:
-        warm_up_sums(transport, device)
 
 
 def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -199,7 +196,7 @@ def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def warm_up_sums(transport: Transport, device: torch.device) -> None:
-    """Sum over all ranks; raise `TransportError` if the result is wrong. See `warm_up`."""
+    """Connect all ranks for sums; raise `TransportError` if one is wrong."""
     import torch
 
     for elements in (1, WARM_UP_BYTES // 4):  # over MPI, a rank sends a small tensor to all others, a large one to one

@@ -1,4 +1,4 @@
-"""All-reduce and all-gather built from point-to-point messages. Over NCCL both use its own all-reduce.
+"""All-reduce and all-gather built from point-to-point messages. NCCL has its own all-reduce, and is used for no gather.
 
 Small tensors are sent from every rank to every other, which takes the time of one message; each rank sums them in rank
 order. Larger tensors use a ring: a reduce-scatter followed by an all-gather (Patarasuk and Yuan, "Bandwidth optimal
@@ -30,12 +30,8 @@ def all_gather(transport: Transport, tensor: torch.Tensor) -> list[torch.Tensor]
     """Return every rank's contiguous tensor in rank order; every rank calls this with a tensor of the same shape."""
     import torch
 
+    assert not transport.in_streams, "sends and receives at the same time can deadlock there"
     rank, size = transport.rank, transport.size
-    if transport.in_streams:  # sends and receives at the same time can deadlock there, an all-reduce cannot
-        everyone = tensor.new_zeros(size, *tensor.shape)
-        everyone[rank] = tensor
-        transport.all_reduce(everyone)
-        return list(everyone)
     found = [tensor if each == rank else torch.empty_like(tensor) for each in range(size)]
     requests = [transport.irecv(found[source], source, FixedTag.GATHER) for source in others_before(rank, size)]
     requests += [transport.isend(tensor, dest, FixedTag.GATHER) for dest in others_after(rank, size)]

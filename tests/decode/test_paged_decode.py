@@ -32,7 +32,7 @@ from kvr_mpi.kv.pool import PAGE_ROWS, Block, Pool, pages_for
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.kv.table import PageTable
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import own_pool, prefill_kvr
+from kvr_mpi.prefill.one_prompt import compute_prefix, own_pool, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -55,16 +55,18 @@ def test_pages_change_no_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_layer_of_a_full_pool_attends_with_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And few other operations that a GPU launches, however many sequences there are; a table is filled once."""
-    loaded, steps = ready("llama-gqa"), 6
+    """And few other operations that a GPU launches, however many sequences there are, also of shared prefixes."""
+    loaded, steps, shared = ready("llama-gqa"), 6, other_prompt(300)
     pool, layers, filled, counts = pages_of(loaded, 12), len(loaded.shape.layers), [0], list[int]()
     fill = PageTable.fill
     monkeypatch.setattr(PageTable, "fill", lambda *given: (filled.append(1), fill(*given))[1])
     with pages_read(monkeypatch) as watched:
-        for many in (1, 6):
+        for many, prefix in ((1, None), (6, None), (5, compute_prefix(loaded, shared, pool))):
             batch, prompts = batch_of(loaded, steps + 1), [other_prompt(250 + at) for at in range(many)]
-            for ids, prefill in zip(prompts, prefill_packed(loaded, prompts, reserve_tokens=9, pool=pool), strict=True):
-                batch.add(len(ids), prefill, ids, 0)
+            prompts = [[*shared, *ids[:20]] for ids in prompts] if prefix else prompts
+            prefills = prefill_packed(loaded, prompts, reserve_tokens=9, pool=pool, prefix=prefix)
+            for at, (ids, prefill) in enumerate(zip(prompts, prefills, strict=True)):
+                batch.add(at, prefill, ids, 0)
             batch.step()
             before, filled[:] = watched.paged_calls, []
             with Launches() as launched:
@@ -74,7 +76,9 @@ def test_a_layer_of_a_full_pool_attends_with_one_call(monkeypatch: pytest.Monkey
             counts.append(sum(launched.of_cache.values()) // 3 // layers)
             for one in finish(batch).values():
                 one.prefill.release()
-    assert counts[0] == counts[1] <= 13, "the attention call and 12 others"
+        assert prefix is not None
+        prefix.release()
+    assert {*counts} == {counts[0]} and counts[0] <= 13, "the attention call and 12 others"
     check_integrity(pool)
     with pytest.raises(MemoryError, match="pages of keys and values are free"):
         SequenceKV(loaded, pool, 13 * PAGE_ROWS).open(0), SequenceKV(loaded, pool, 30 * PAGE_ROWS).open(1)

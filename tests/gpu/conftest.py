@@ -15,9 +15,8 @@ from models import save_tiny_model
 from pretended_cuda import PretendedCuda, pretended
 
 from kvr_mpi.model import choose_device
-from kvr_mpi.runtime import batch
+from kvr_mpi.runtime import batch, loading
 from kvr_mpi.runtime.worker import ChainWorker
-from kvr_mpi.setup import loading
 from kvr_mpi.transport import choose, mpi
 
 

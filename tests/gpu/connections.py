@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from kvr_mpi.setup.loading import own_device
+from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.transport import gather_json
 from kvr_mpi.transport.choose import open_transport, warm_up_sums
 from kvr_mpi.transport.mpi import connect

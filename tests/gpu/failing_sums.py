@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from kvr_mpi.setup.job_ranks import join_groups
-from kvr_mpi.setup.loading import own_device
+from kvr_mpi.runtime.job_ranks import join_groups
+from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.base import Transport
 from kvr_mpi.transport.choose import open_transport

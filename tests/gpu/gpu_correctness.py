@@ -21,7 +21,7 @@ from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup.verify import verify
+from kvr_mpi.runtime.verify import verify
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.tuning.kernels import fuse_on_gpus

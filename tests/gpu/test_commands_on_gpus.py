@@ -15,7 +15,7 @@ from made_jobs import answers, with_settings
 from pretended_cuda import PretendedCuda
 
 from kvr_mpi.errors import EXIT_OK
-from kvr_mpi.setup import prepare
+from kvr_mpi.runtime import prepare
 
 PLAIN = ("model.kernels=plain", "generation.max_new_tokens=2")
 BY_HEADS = "decode.mode=head-parallel"
@@ -106,9 +106,9 @@ def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any
 def test_ranks_use_flash_attention_in_bfloat16(
     command: str, words: str, said: str, kernel: str, job: Path, launch: Any, gpus: PretendedCuda, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("kvr_mpi.setup.verify.NEW_TOKENS", 2)
+    monkeypatch.setattr("kvr_mpi.runtime.verify.NEW_TOKENS", 2)
     monkeypatch.setattr("kvr_mpi.decode.step_graph.STEPS_BEFORE", 99)  # what is pretended cannot be replayed
-    monkeypatch.setattr("kvr_mpi.setup.prepare.why_not_packed", lambda *given: None)  # its trial uses pages, too
+    monkeypatch.setattr("kvr_mpi.runtime.prepare.why_not_packed", lambda *given: None)  # its trial uses pages, too
     given = [*words.split(), *([job.parent / "tables"] if command == "search" else [])]
     assert said in launch(2, job, *given, settings=("model.dtype=bfloat16",), command=command)
     assert gpus.calls[kernel] > 0

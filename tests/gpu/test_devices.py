@@ -20,10 +20,10 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.model import choose_device, devices
 from kvr_mpi.model.checks import check_dtype
-from kvr_mpi.setup import loading
-from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
-from kvr_mpi.setup.job_ranks import JobRanks
-from kvr_mpi.setup.prepare import _room
+from kvr_mpi.runtime import loading
+from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.runtime.job_ranks import JobRanks
+from kvr_mpi.runtime.prepare import _room
 from kvr_mpi.transport import choose, mpi
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi_query import cuda_support

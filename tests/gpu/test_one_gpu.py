@@ -33,9 +33,9 @@ from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_whole
 from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.streaming import prefill_rolling
+from kvr_mpi.runtime import prepare
 from kvr_mpi.runtime.chain_runner import ChainRunner
-from kvr_mpi.setup import prepare
-from kvr_mpi.setup.prepare import describe_portable
+from kvr_mpi.runtime.prepare import describe_portable
 from kvr_mpi.transport.local import LocalTransport, PretendedChain
 
 GPU = torch.device("cuda", 3)

@@ -80,7 +80,7 @@ def test_a_step_runs_through(
     for one in (gpu_ranks, gpu_jobs, gpu_many, gpu_speed):
         monkeypatch.setattr(one, "launch", launch)
     monkeypatch.setattr(gpu_correctness, "model_of", lambda given: str(model))
-    monkeypatch.setattr("kvr_mpi.setup.verify.NEW_TOKENS", 2)
+    monkeypatch.setattr("kvr_mpi.runtime.verify.NEW_TOKENS", 2)
     monkeypatch.setattr(gpu_many, "memory_folder", lambda: tmp_path)
     given = Given(str(model), str(tmp_path), device="cpu", is_small=True)
     module, _, function = step.work.partition(":")

@@ -15,13 +15,9 @@ from made_runs import HEADER, record
 from models import prompt, tiny
 from mpi4py import MPI
 from pretended_cuda import Event, GpuTensor, OnDevices, PretendedCuda
-from rows import alone, batch_of, spread
 from test_nccl import on_gpus
 from test_one_gpu import model_of
 
-from kvr_mpi.decode.token_parallel import TokenGroup
-from kvr_mpi.fairkv.group import HeadGroup
-from kvr_mpi.fairkv.placement import place_in_proportion
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
@@ -148,36 +144,6 @@ def test_more_layers_take_no_more_waits_of_the_host_and_no_more_streams(
         run_chain(gpus, network, layers, **how)
         waits.append(gpus.waits.total())
         assert max(gpus.streams.values()) <= 7
-    assert waits[0] == waits[1]
-
-
-@pytest.mark.parametrize("by", ["heads", "tokens"])
-def test_a_step_of_ranks_together_waits_as_often_for_many_layers_as_for_few(
-    by: str, gpus: PretendedCuda, network: Network
-) -> None:
-    gpus.watches, waits = False, []
-    for layers in (2, 4):
-        models = on_gpus(gpus, model_of("llama-gqa", layers, torch.float32), 2)
-
-        def work(ranks: NcclTransport, models: Any = models) -> None:
-            mine = models[ranks.rank]
-            warm_up(ranks, mine.device, every_pair=True)
-            if by == "heads":
-                batch = batch_of(mine, 7, HeadGroup(mine, ranks, place_in_proportion))
-                batch.add(ranks.rank, alone(mine, prompt(20), 7), prompt(20), 0)
-                batch.begin()
-            else:
-                batch = batch_of(mine, 7, TokenGroup(mine, ranks))
-                batch.add(0, spread(mine, prompt(20), ranks, 1), prompt(20), 0)
-            for _ in range(2):  # the first step distributes heads
-                ranks.barrier()
-                gpus.waits.clear()
-                ranks.barrier()
-                batch.step()
-            assert batch.running
-
-        run_on_gpus(2, network, work)
-        waits.append(gpus.waits.total())
     assert waits[0] == waits[1]
 
 

@@ -27,7 +27,7 @@ from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.setup.job_ranks import _Watch, join_groups
+from kvr_mpi.runtime.job_ranks import _Watch, join_groups
 from kvr_mpi.topology import Topology
 from kvr_mpi.transport.choose import warm_up
 from kvr_mpi.transport.forwarder import Forwarder

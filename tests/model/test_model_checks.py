@@ -19,7 +19,7 @@ from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.fairkv.shared_heads import why_not_shared
 from kvr_mpi.model import LoadedModel, load, load_model, load_outline, probe_shape
 from kvr_mpi.model.source import ModelSource
-from kvr_mpi.setup import loading
+from kvr_mpi.runtime import loading
 from kvr_mpi.transport.local import run_local
 
 

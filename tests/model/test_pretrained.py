@@ -25,7 +25,7 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.model.source import find_converted
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr, prefill_single
-from kvr_mpi.setup.loading import load_on_all
+from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 TEXT = (ROOT / "jobs/demo/bridge-inspection.md").read_text()

@@ -21,7 +21,7 @@ from kvr_mpi.model.tensor_parallel import WeightSlice, part_of, why_not_divided
 from kvr_mpi.model.tp_group import TensorParallelError, TensorParallelGroup, guarded
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
-from kvr_mpi.setup.job_ranks import JobRanks
+from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.transport import gather_json, share_json
 from kvr_mpi.transport.local import LocalTransport, run_local
 

@@ -24,7 +24,7 @@ from kvr_mpi.transport.mpi import connect
 
 WORK_S = 0.4
 mpi.CHUNK_BYTES = 1000  # so that small messages travel in pieces, as large ones do
-world, _ = open_transport(connect(), sys.argv[1], torch.device("cpu"), every_pair=True)
+world, _ = open_transport(connect(), sys.argv[1], torch.device("cpu"))
 keep_promises(world)
 keep_counts(world)
 # Those that wait leave their cores to the one that works: an engine beside them may have it (`bench.rivals`).

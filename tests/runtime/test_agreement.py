@@ -18,8 +18,8 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import digest_of
 from kvr_mpi.prefill.one_prompt import prefill_kvr
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.plan import Plan
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.transport import FailedTogetherError, Transport, check_alike
 from kvr_mpi.transport.local import run_local
 

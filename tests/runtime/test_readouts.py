@@ -19,7 +19,7 @@ from constants import Kvr
 from made_jobs import TEXT, load, plain_job, refusal, toml_of, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
-from kvr_mpi.preflight.inputs import identity_of
+from kvr_mpi.job.inputs import identity_of
 from kvr_mpi.store.results import open_results
 
 CLOSE = 2e-5  # float32, of values around 1

@@ -23,11 +23,11 @@ from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.requests.prompt import Prompt
-from kvr_mpi.requests.sources import PromptConfig, Split, TextSource
+from kvr_mpi.runtime.prompt import Prompt
+from kvr_mpi.runtime.requests import PromptConfig, Split, TextSource
 from kvr_mpi.store.kv import Piece
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.record import Record
-from kvr_mpi.stored.prompt import StoredPrefix
 
 FRAME = Frame(head=(1, 2), tail=(3,), max_tokens=23)  # twenty tokens for the text
 SENTENCES = "The old bridge was inspected in March and found to be sound. " * 8

@@ -22,10 +22,10 @@ from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
 from kvr_mpi.runtime.planner import Planner
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.tuning.table import Table
 
 RATES = Rates(1e-6, 1e-9)

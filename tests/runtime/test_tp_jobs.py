@@ -26,8 +26,8 @@ from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
 from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
-from kvr_mpi.setup.job_setup import Machine
-from kvr_mpi.setup.planning import plan_job
+from kvr_mpi.runtime.prediction import plan_job
+from kvr_mpi.runtime.session import Machine
 from kvr_mpi.store import kv_reader
 from kvr_mpi.store.folder import read_run_header
 from kvr_mpi.store.record import Record

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.requests.prompt import Prompt
 from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, Way
+from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.waves import MAX_WAVE_S, Held, Next, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.transport.counters import open_counters

@@ -19,10 +19,10 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import own_pool, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.writer import ResultWriter
-from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 

@@ -8,8 +8,8 @@ import pytest
 from made_tables import COSTS, a_table
 
 from kvr_mpi.costs.solve import Rates
-from kvr_mpi.setup.prepare import describe_few_cores
-from kvr_mpi.setup.rates import SAME_RATES_WITHIN, describe_drift
+from kvr_mpi.runtime.prepare import describe_few_cores
+from kvr_mpi.tuning.rates import SAME_RATES_WITHIN, describe_drift
 
 TABLE = a_table()
 TOKEN_S = COSTS.qkv_token_s + COSTS.rest_token_s

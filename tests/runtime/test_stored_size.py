@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import kvr_mpi.setup.stored_size as stored_size
+import kvr_mpi.runtime.stored_size as stored_size
 from kvr_mpi.cli.plan import plan
 
 KV = "output.kv=true"

@@ -22,8 +22,8 @@ from kvr_mpi.documents.support import SupportingText
 from kvr_mpi.partition import Partition
 from kvr_mpi.plain import from_plain
 from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.record import Record
-from kvr_mpi.stored.prompt import StoredPrefix
 
 # Fields of a record that are summed over the prompts of its document.
 SUMS = (

@@ -21,20 +21,20 @@ from kvr_mpi.documents.token_counts import count_corpus
 from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
+from kvr_mpi.job.inputs import parse_templates, row_format
 from kvr_mpi.kv.rolling import check_rolling, rolling_of
 from kvr_mpi.model import LoadedModel, load_outline
 from kvr_mpi.model.adapter import adapter_tokenizer, with_adapter
 from kvr_mpi.model.load import placement
 from kvr_mpi.model.shape import logits_width
 from kvr_mpi.prefill.memory_budget import footprint_of
-from kvr_mpi.preflight.checks import check_tensor_parallel, find_others, lay_out
-from kvr_mpi.preflight.inputs import parse_templates, row_format
+from kvr_mpi.runtime.checks import check_tensor_parallel, find_others, lay_out
+from kvr_mpi.runtime.session import Machine, whole_identity
+from kvr_mpi.runtime.stored_size import stored_bytes, stored_text
+from kvr_mpi.schedule.assignment import plan_documents, prompt_tokens, two_parts, written_seconds
 from kvr_mpi.schedule.forecast import Forecast, forecast_of, frame_of, with_memory
 from kvr_mpi.schedule.history import Expected, History, expect, find_history, is_forecast
 from kvr_mpi.schedule.placement import Schedule
-from kvr_mpi.schedule.plan import plan_documents, prompt_tokens, two_parts, written_seconds
-from kvr_mpi.setup.job_setup import Machine, whole_identity
-from kvr_mpi.setup.stored_size import stored_bytes, stored_text
 from kvr_mpi.topology import whole_groups
 
 

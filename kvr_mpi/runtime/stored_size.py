@@ -15,7 +15,7 @@ from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import OutputError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.report.style import bytes_text
-from kvr_mpi.setup.job_setup import JobSetup
+from kvr_mpi.runtime.session import JobSetup
 
 # Number of documents to tokenise, and characters of each, to estimate the characters per token.
 SAMPLED, SAMPLED_CHARS = 32, 20_000

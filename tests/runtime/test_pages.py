@@ -15,8 +15,8 @@ from kvr_mpi.kv.pool import PAGE_ROWS, Pool
 from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.prefill.self_check import why_not_packed
-from kvr_mpi.setup import prepare
-from kvr_mpi.setup.prepare import try_rows
+from kvr_mpi.runtime import prepare
+from kvr_mpi.runtime.prepare import try_rows
 
 PAGE_BYTES = PAGE_ROWS * 3 * 2 * 2 * 8 * 4  # three layers, keys and values of two heads, float32
 

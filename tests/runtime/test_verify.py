@@ -19,7 +19,7 @@ from kvr_mpi.kv.row import Row
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill import exactness
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.setup.verify import verify
+from kvr_mpi.runtime.verify import verify
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -133,7 +133,7 @@ def test_verify_notices_nan_in_any_layer_and_another_token(layer: int | None, mo
         monkeypatch.setattr(Group, "run", other)
     else:
         monkeypatch.setattr(exactness, "copy_layers", with_nan)
-        monkeypatch.setattr("kvr_mpi.setup.verify.copy_layers", with_nan)
+        monkeypatch.setattr("kvr_mpi.runtime.verify.copy_layers", with_nan)
     findings = run_local(2, lambda rank: list(verify(loaded, rank, [40])))[0]
     assert findings and not any(finding.holds for finding in findings)
     if layer is not None:

@@ -14,8 +14,8 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.documents import Document
 from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, split_text
+from kvr_mpi.schedule.assignment import count_tokens, plan_documents, prompt_tokens, written_seconds
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured
-from kvr_mpi.schedule.plan import count_tokens, plan_documents, prompt_tokens, written_seconds
 from kvr_mpi.transport.local import run_local
 
 COSTS = Costs(4, 1e-5, 3e-5, 1e-8, 0.0, 1e-4, 1024.0, 1e9, 1e-5, head_s=0.0096, kept_token_s=2.5e-7)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.compress.compression import open_compression
+from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.compress.repeating import INSTRUCTION
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import HeadSharing
@@ -29,6 +30,7 @@ from kvr_mpi.fairkv.sharing import open_sharing
 from kvr_mpi.job import EQUAL_TIME, JobSpec
 from kvr_mpi.job.combinations import PROMPTS, check_combinations, why_no_effect, why_not_heads
 from kvr_mpi.job.model_kinds import kinds_of
+from kvr_mpi.job.readout import Readout, readout_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
@@ -50,20 +52,19 @@ from kvr_mpi.prefill.reading import Reading
 from kvr_mpi.prefill.self_check import check_chain, check_chunks, check_plain, check_spread, why_not_packed
 from kvr_mpi.prefill.streaming import prove_rolling
 from kvr_mpi.report.style import bytes_text
-from kvr_mpi.requests.readout import Readout, readout_of
-from kvr_mpi.requests.sources import PromptConfig
+from kvr_mpi.runtime.asking import frame_questions
+from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
+from kvr_mpi.runtime.job_ranks import JobRanks, warn_of_hosts
+from kvr_mpi.runtime.loading import load_on_all, readable
+from kvr_mpi.runtime.requests import PromptConfig
+from kvr_mpi.runtime.reuse import find_beginnings
+from kvr_mpi.runtime.session import JobSetup, Machine
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
-from kvr_mpi.setup.host_memory import free_bytes, ranks_on_device
-from kvr_mpi.setup.job_ranks import JobRanks, warn_of_hosts
-from kvr_mpi.setup.job_setup import JobSetup, Machine
-from kvr_mpi.setup.loading import load_on_all, readable
-from kvr_mpi.setup.rates import describe_rates, measured_costs, table_of
 from kvr_mpi.store.log import software
-from kvr_mpi.stored.asking import frame_questions
-from kvr_mpi.stored.reuse import find_beginnings
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
 from kvr_mpi.transport import Transport, check_alike, gather_json, on_root, share_json, together
 from kvr_mpi.tuning.measure import measure_rates
+from kvr_mpi.tuning.rates import describe_rates, measured_costs, table_of
 
 LEAST_PREFIX_TOKENS = 32  # shorter instructions are computed with every prompt, since copying them would take as long
 MOST_COUNTED = 1 << 20  # longer prompts, such as those of models without a maximum length, may need chunks in any case
@@ -94,7 +95,7 @@ def prepare(
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
     readout = together(world, lambda: readout_of(spec, loaded.shape.hidden_size))
-    compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
+    compression = together(world, partial(_open_compression, spec, loaded))
     rolling = together(world, partial(_open_rolling, spec, loaded, logger))
     why_alone, in_pages = None, False
     if not spec.is_plain:
@@ -107,7 +108,9 @@ def prepare(
         logger.info(f"slices are computed in chunks of {chunk_tokens} tokens{whole}")
     if why_alone is not None:
         logger.info(f"documents are decoded one by one: {why_alone}")
-    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not_heads(spec) or why_alone))
+    over_nccl = "NCCL is not used for small messages in every layer" if chain.in_streams else None
+    why_not = why_not_heads(spec) or why_alone or over_nccl
+    sharing = together(world, partial(open_sharing, spec.decode, loaded, why_not))
     check_alike(
         world,
         {
@@ -185,6 +188,16 @@ def prepare(
     if spec.generation.lookup == "auto" and spec.generation.max_new_tokens and setup.why_no_lookup is not None:
         logger.info(f"answers are decoded without prompt lookup: {setup.why_no_lookup}")
     return setup
+
+
+def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
+    """Prepare the job's compression method, with the words that ask for a text again if it needs them."""
+    if spec.compress is None:
+        return None
+    instruction: Sequence[Any] = ()
+    if spec.compress.rule.repeats:
+        instruction = frame_of(spec, loaded.tokenizer, loaded.shape, spec.prompt.first_template, INSTRUCTION).tail
+    return open_compression(spec.compress, loaded, instruction)
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:

@@ -17,8 +17,8 @@ from made_tables import a_table
 
 from kvr_mpi.errors import KvrError, ModelError
 from kvr_mpi.job import load_job, make_job
-from kvr_mpi.preflight.checks import check_job
-from kvr_mpi.preflight.inputs import identity_of
+from kvr_mpi.job.inputs import identity_of
+from kvr_mpi.runtime.checks import check_job
 from kvr_mpi.tuning.table import save_table
 
 

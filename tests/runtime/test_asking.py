@@ -14,13 +14,13 @@ import pytest
 from made_jobs import TEXT, Ran, last_line
 from made_runs import kv_in
 
+from kvr_mpi.runtime.reuse import StoredBeginnings, hash_blocks
 from kvr_mpi.runtime.stored_source import scan_stored
 from kvr_mpi.store.kv import BLOCK_TOKENS, CachedTokens
 from kvr_mpi.store.lock import Lock, this_process
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.writer import ResultWriter
-from kvr_mpi.stored.prompt import StoredPrefix
-from kvr_mpi.stored.reuse import StoredBeginnings, hash_blocks
 from kvr_mpi.transport.local import LocalTransport
 
 QUESTIONS = {"who": "Who wrote it?", "json": 'As {"json"}: what {is} it?'}

@@ -16,7 +16,7 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.schedule.forecast import frame_of
 from kvr_mpi.store.lock import is_alive
 from kvr_mpi.store.log import Header
-from kvr_mpi.store.shares import common_header, find_runs
+from kvr_mpi.store.parts import common_header, find_runs
 
 # Settings that determine a stored prompt up to the end of its document's text.
 MADE_BY = ("template", "system", "chat_template")

@@ -36,10 +36,10 @@ from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed, why_never_packed
 from kvr_mpi.prefill.self_check import why_not_packed
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.log import Header
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import read_results
 from kvr_mpi.store.writer import ResultWriter
-from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport, share_json
 from kvr_mpi.transport.local import LocalTransport
 

@@ -25,6 +25,7 @@ from kvr_mpi.errors import (
     problems,
 )
 from kvr_mpi.job import JobSpec, ModelSection
+from kvr_mpi.job.inputs import check_prompts, check_schema, templates_of
 from kvr_mpi.model import find_model
 from kvr_mpi.model.adapter import check_adapter
 from kvr_mpi.model.gguf import read_gguf
@@ -32,7 +33,6 @@ from kvr_mpi.model.gguf_convert import check_architecture
 from kvr_mpi.model.metadata import Metadata
 from kvr_mpi.model.source import must_be_cached
 from kvr_mpi.model.tensor_parallel import why_not_divided
-from kvr_mpi.preflight.inputs import check_prompts, check_schema, templates_of
 from kvr_mpi.store.folder import check_is_folder, try_writing, writing
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides

@@ -21,10 +21,10 @@ from kvr_mpi.job.model_kinds import kinds_of
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.plain import from_plain
+from kvr_mpi.runtime.asking import check_made_by
 from kvr_mpi.store.kv import BLOCK_TOKENS
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.results import read_results
-from kvr_mpi.stored.asking import check_made_by
-from kvr_mpi.stored.prompt import StoredPrefix
 from kvr_mpi.transport import Transport, on_root, share_json, together
 
 

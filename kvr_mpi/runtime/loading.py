@@ -18,7 +18,7 @@ from kvr_mpi.model import LoadedModel, ModelSource, choose_device, find_model, i
 from kvr_mpi.model.adapter import merge_adapter
 from kvr_mpi.model.source import find_converted
 from kvr_mpi.model.tp_group import TensorParallelGroup, alone
-from kvr_mpi.setup.host_memory import free_bytes, keep_heap, ranks_on_device
+from kvr_mpi.runtime.host_memory import free_bytes, keep_heap, ranks_on_device
 from kvr_mpi.topology import gpus_in_turn
 from kvr_mpi.transport import Transport, gather_json, host_by_host, share_json, together
 from kvr_mpi.tuning.compiled_attention import open_attention

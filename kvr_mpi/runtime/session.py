@@ -20,6 +20,8 @@ from kvr_mpi.documents.chat import is_dated
 from kvr_mpi.documents.encoding import encode_text
 from kvr_mpi.documents.prompts import Frame, PromptText
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.inputs import identity_of
+from kvr_mpi.job.readout import Readout, readout_of
 from kvr_mpi.kv.attention import name_attention
 from kvr_mpi.kv.chain import Retain
 from kvr_mpi.kv.pool import Pool, pages_for
@@ -30,13 +32,11 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.reading import Reading
-from kvr_mpi.preflight.inputs import identity_of
-from kvr_mpi.requests.readout import Readout, readout_of
-from kvr_mpi.requests.sources import PromptConfig
+from kvr_mpi.runtime.requests import PromptConfig
+from kvr_mpi.runtime.reuse import StoredBeginnings
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.store.lock import Owner, this_process
 from kvr_mpi.store.log import Header
-from kvr_mpi.stored.reuse import StoredBeginnings
 from kvr_mpi.tuning.table import Table
 
 
@@ -102,11 +102,6 @@ class JobSetup:
     checks_memory: bool = False
 
     @property
-    def decodes_together(self) -> bool:
-        """Whether the ranks of a chain communicate while they decode."""
-        return self.spec.is_spread or not isinstance(self.sharing, str | None)
-
-    @property
     def why_no_lookup(self) -> str | None:
         """Why no drafted tokens are run; None if they are, at least by ranks that decode alone."""
         if self.spec.generation.lookup != "auto" or not self.spec.generation.max_new_tokens:
@@ -162,6 +157,11 @@ class JobSetup:
             self.pool.check_integrity(
                 block for prefix in self.prefixes for block in prefix.blocks if block.pool is self.pool
             )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether compression has the model repeat a prompt's text after the prefill, for which it needs all keys."""
+        return self.compression is not None and self.compression.settings.rule.repeats
 
     def retain_of(self, prompt: PromptText) -> Retain | None:
         """Return what compression keeps of a prompt; None if all of it."""

@@ -21,10 +21,10 @@ from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.documents.templates import TEXT
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
-from kvr_mpi.requests.prompt import Prompt, sum_records, too_little
-from kvr_mpi.requests.readout import Readout
+from kvr_mpi.job.readout import Readout
+from kvr_mpi.runtime.prompt import Prompt, sum_records, too_little
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.record import Record
-from kvr_mpi.stored.prompt import StoredPrefix
 
 MAX_REDUCTIONS = 8  # maximum number of times that a text is split before the document fails
 

@@ -1,1 +1,0 @@
-"""Checks of a job before anything is loaded; imports no torch."""

@@ -1,1 +1,0 @@
-"""Find and reuse stored keys and values of earlier jobs."""
