@@ -50,10 +50,14 @@ class UnitTable:
         self.documents, self.kv_heads, self.units = documents, kv_heads, units
         of_all = [each for unit in units for each in (unit.keys, unit.values)]
         kinds = {(type(each), each.device.type, each.dtype, each.shape[-1], each.stride(-1)) for each in of_all}
-        kind, device, dtype, dim, stride = kinds.pop() if len(kinds) == 1 else (None, "", None, 0, 0)
-        is_plain = kind is torch.Tensor and device == "cpu" and stride == 1
-        self.dtype, self.dim = (dtype, dim) if is_plain else (None, None)
-        self.rows = np.array([_row(unit) for unit in units if is_plain], dtype=np.int64).reshape(-1, 11)
+        self.dtype: torch.dtype | None = None
+        self.dim: int | None = None
+        if len(kinds) == 1:
+            kind, device, dtype, dim, stride = kinds.pop()
+            if kind is torch.Tensor and device == "cpu" and stride == 1:
+                self.dtype, self.dim = dtype, dim
+        rows = units if self.dtype is not None else ()
+        self.rows = np.array([_row(unit) for unit in rows], dtype=np.int64).reshape(-1, 11)
 
 
 def _row(unit: Unit) -> tuple[int, ...]:
