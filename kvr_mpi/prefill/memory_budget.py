@@ -110,6 +110,8 @@ class Footprint:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
         tokens = route.capacity + (0 if is_spread else reserved)
         activation_bytes = self.activation_bytes(computed, max(map(total_tokens, route.chunks)))
+        if drop is not None and is_decode_rank and drop.repeated_tokens:
+            activation_bytes = max(activation_bytes, self.activation_bytes(drop.repeated_tokens))
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_spread or not is_decode_rank:
             return needs
@@ -120,7 +122,9 @@ class Footprint:
         if drop is None and not self.on_gpu:  # the last layers' stores replace buffers, which no layer needs any more
             in_flight = layers[0] + ahead * (layers[0] - layers[-1])
         needs += in_flight * route.capacity * self.shape.dtype_bytes
-        return needs if drop is None else needs - drop.kv_bytes + int(self.heap_share * drop.choosing_bytes)
+        if drop is None:
+            return needs
+        return needs - (0 if drop.is_late else drop.kv_bytes) + int(self.heap_share * drop.choosing_bytes)
 
     def rolling_bytes(self, rolling: Rolling) -> int:
         """Peak bytes of a prompt with a rolling cache, independent of its length."""

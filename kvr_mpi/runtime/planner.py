@@ -206,7 +206,7 @@ class Planner:
         keep = range(self.size) if self._spec.is_spread and plan.takes_all else [rank]
         if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
             keep = []
-        rows = kept
+        rows = self._on(rank, own) if drop is not None and drop.is_late else kept
         if plan.partition is not None and plan.prefix is not None and plan.prefix.is_stored:
             # Other ranks hold a few layers of it at a time.
             layers = min(1.0, (LAYERS_HELD + 1 + LAYERS_AHEAD) / len(setup.loaded.shape.layers))

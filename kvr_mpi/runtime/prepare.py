@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.compress.compression import open_compression
+from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.compress.repeating import INSTRUCTION
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import HeadSharing
@@ -94,7 +95,7 @@ def prepare(
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
     readout = together(world, lambda: readout_of(spec, loaded.shape.hidden_size))
-    compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
+    compression = together(world, partial(_open_compression, spec, loaded))
     rolling = together(world, partial(_open_rolling, spec, loaded, logger))
     why_alone, in_pages = None, False
     if not spec.is_plain:
@@ -187,6 +188,16 @@ def prepare(
     if spec.generation.lookup == "auto" and spec.generation.max_new_tokens and setup.why_no_lookup is not None:
         logger.info(f"answers are decoded without prompt lookup: {setup.why_no_lookup}")
     return setup
+
+
+def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
+    """Prepare the job's compression method, with the words that ask for a text again if it needs them."""
+    if spec.compress is None:
+        return None
+    instruction: Sequence[Any] = ()
+    if spec.compress.rule.repeats:
+        instruction = frame_of(spec, loaded.tokenizer, loaded.shape, spec.prompt.first_template, INSTRUCTION).tail
+    return open_compression(spec.compress, loaded, instruction)
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:

@@ -158,6 +158,11 @@ class JobSetup:
                 block for prefix in self.prefixes for block in prefix.blocks if block.pool is self.pool
             )
 
+    @property
+    def repeats(self) -> bool:
+        """Whether compression has the model repeat a prompt's text after the prefill, for which it needs all keys."""
+        return self.compression is not None and self.compression.settings.rule.repeats
+
     def retain_of(self, prompt: PromptText) -> Retain | None:
         """Return what compression keeps of a prompt; None if all of it."""
         return None if self.compression is None else self.compression.retain(prompt.tokens, prompt.text)
