@@ -41,6 +41,7 @@ from kvr_mpi.cli.options import command, job_argument, parse_names, set_option
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError, counted
+from kvr_mpi.events import Events, Totals
 from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.report.progress import Progress
@@ -56,12 +57,9 @@ from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import share_out
 from kvr_mpi.runtime.session import JobSetup, Machine
 from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.tally import Tally
-from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import Topology
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import TransportName, open_transport
 from kvr_mpi.transport.counters import open_counters
@@ -270,30 +268,30 @@ def _ours(
         began = time.perf_counter()
         shares = share_out(prepared, corpus, np.array(numbers, np.int64), JobRanks(ranks, ranks), SILENT)
         counters = open_counters(control, FIRST_LIST + shares.slots)
-        quiet = Progress(SILENT, len(numbers), shares.work)
+        events = Events()
+        quiet = Progress(SILENT, len(numbers), shares.work, events)
         with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
             source, stop = open_documents(prepared, corpus), Stop()
             stop.join(counters)
             sink = ResultSink(prepared, writer, counters, quiet)
-            trace = Trace(Recorder())
-            context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
+            context = WorkerContext(source, sink, Decoder(prepared, sink, stop, events), stop, events)
             work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, SILENT)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]
         counters.close()
-    found = share_json(control, gather_json(control, [asdict(context.trace.tally), seconds]))
-    tallies = [Tally(**one) for one, _ in found]
+    found = share_json(control, gather_json(control, [asdict(events.totals), seconds]))
+    totals = [Totals(**one) for one, _ in found]
     seconds = max(one for _, one in found)
     return CorpusRun(
         seconds=seconds,
         documents=done,
-        prompt_tokens=sum(one.prompt_tokens for one in tallies),
-        new_tokens=sum(one.new_tokens for one in tallies),
-        prefill_s=statistics.mean(one.phase_s for one in tallies),
-        decode_s=statistics.mean(one.decode_s for one in tallies),
-        busy=tuple((one.busy_s + one.decode_s) / seconds for one in tallies),
-        prefill_busy=sum(one.busy_s for one in tallies) / max(1e-9, sum(one.phase_s for one in tallies)),
+        prompt_tokens=sum(one.prompt_tokens for one in totals),
+        new_tokens=sum(one.new_tokens for one in totals),
+        prefill_s=statistics.mean(one.wave_s for one in totals),
+        decode_s=statistics.mean(one.decode_s for one in totals),
+        busy=tuple((one.busy_s + one.decode_s) / seconds for one in totals),
+        prefill_busy=sum(one.busy_s for one in totals) / max(1e-9, sum(one.wave_s for one in totals)),
     )
 
 

@@ -511,7 +511,8 @@ class SliceRow(RowCache):
             return
         is_end, through = layer_idx == len(self.layers), self.layers[max(self._begun, 0) : layer_idx]
         if not is_end:
-            self.clock.mark("layer", layer_idx - self._begun)  # those without keys begin with the next that has them
+            for begun in range(self._begun + 1, layer_idx + 1):  # those without keys begin with the next that has them
+                self.clock.mark("layer", begun)
         self._begun = layer_idx
         for layer in through:
             if layer.shape.states:

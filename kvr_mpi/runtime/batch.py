@@ -32,10 +32,11 @@ from kvr_mpi.errors import (
     WriteError,
     counted,
 )
+from kvr_mpi.events import Events, Totals
 from kvr_mpi.job import JobSpec
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.report.progress import Progress
+from kvr_mpi.report.progress import Progress, describe_throughput
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.checks import lay_out
@@ -57,11 +58,11 @@ from kvr_mpi.runtime.rounds import Shares, share_out
 from kvr_mpi.runtime.session import JobSetup, Machine
 from kvr_mpi.runtime.stopping import Stop, stopped_by_signals
 from kvr_mpi.runtime.stored_size import check_stored_size
-from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
-from kvr_mpi.runtime.tracing import open_trace
+from kvr_mpi.runtime.tracing import write_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.store.batch_responses import write_responses
+from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.folder import make_writable, survey, writing
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
@@ -184,19 +185,24 @@ def _run(
     if world.rank == 0:
         with suppress(OSError):  # files that stay are known by their session
             remove_rank_files(folder / STATES, but_of=session)
-    group_size = spec.parallel.tensor_parallel
+    group_size, events = spec.parallel.tensor_parallel, Events()
+
+    def cost_so_far() -> Cost:
+        return meters.cost(events.totals.rank_s, threads)
+
     with (
-        closing(StateWriter(folder, world.rank, world.size, session, stop.deadline_s, logger, group_size)) as states,
-        open_trace(prepared, folder, session, ranks, logger, states) as trace,
         closing(
-            ResultWriter(
-                *(folder, world.rank, prepared.header(), session),
-                recorder=trace.recorder,
-                cost=(cost_so_far := partial(meters.cost, trace.tally, threads, ranks.tells)),
-            )
+            StateWriter(folder, world.rank, world.size, session, stop.deadline_s, logger, group_size, events)
+        ) as states,
+        write_trace(prepared, folder, session, ranks, logger, events),
+        closing(
+            ResultWriter(folder, world.rank, prepared.header(), session, events=events, cost=cost_so_far)
         ) as writer,
         Progress(
-            logger, len(todo), shares.work, deadline_s=stop.deadline_s, bar=has_bar, on_estimate=states.estimate
+            *(logger, len(todo), shares.work, events),
+            deadline_s=stop.deadline_s,
+            bar=has_bar,
+            on_estimate=states.estimate,
         ) as progress,
     ):
         if world.rank == 0:
@@ -204,13 +210,13 @@ def _run(
         source = open_documents(prepared, corpus)
         stop.join(counters, None if lock is None else lock.check, ranks.peers)
         sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
-        context = WorkerContext(source, sink, Decoder(prepared, sink, stop, trace), stop, trace)
+        context = WorkerContext(source, sink, Decoder(prepared, sink, stop, events), stop, events)
         work_through(prepared, ranks, shares, context, counters, logger)
         world.barrier()
         seconds, left = progress.elapsed_s, len(todo) - counters.read()[Slot.DONE]
         ended_s = time.monotonic() - options.began_s
         # Rank 0's lane counts for all: the other ranks of each tensor-parallel group did the same work.
-        total = sum_up(Tally(**one) for one in gather_json(ranks.lane, asdict(trace.tally)))
+        total = Totals.sum(Totals(**one) for one in gather_json(ranks.lane, asdict(events.totals)))
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
@@ -251,17 +257,17 @@ def work_through(
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.trace.recorder)
+            runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.events)
             leader = None
             if everyone.rank == 0:
                 leader = Leader(Planner(runner, logger, shares_heads=choice.mode == "head-parallel"), queue, context)
             ChainWorker(runner, leader, with_decoder(context, setup, chain, choice), everyone).run()
         first_slot += len(part.lists)
-    context.trace.tell("decoding", counted(context.decoder.running, "answer"))
+    context.events.begin("decoding", counted(context.decoder.running, "answer"))
     context.decoder.decode()
     if not context.stop.reason:  # otherwise answers in progress are lost
         setup.check_memory()
-    context.trace.tell("waiting", "for the other ranks to end")
+    context.events.begin("waiting", "for the other ranks to end")
 
 
 def _conclude(

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvr_mpi.errors import AgreementError
+from kvr_mpi.events import Events
 from kvr_mpi.kv.chain import WriteLayer
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
@@ -32,7 +33,6 @@ from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.session import JobSetup
 from kvr_mpi.topology import Rotation
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.liveness import LIMIT_S
@@ -70,12 +70,12 @@ class ChainRunner:
     beginning : the prefix that the current prompts continue.
     """
 
-    def __init__(self, setup: JobSetup, chain: Transport, first_rank: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, setup: JobSetup, chain: Transport, first_rank: int, events: Events | None = None) -> None:
         self.setup, self.chain, self.first_rank = setup, chain, first_rank
         self.is_spread = setup.spec.is_spread
         device = setup.loaded.device
         self.pack_tokens = PACK_TOKENS[device.type]  # of a packed row
-        self.forwarder = Forwarder(chain, device=device, recorder=recorder) if chain.size > 1 else None
+        self.forwarder = Forwarder(chain, device=device, events=events) if chain.size > 1 else None
         self.beginning: Beginning | None = None
         self._opened: SequenceKV | None = None  # the last stored prefix
         self._wave_s = 0.0  # forecast for this wave's prompts, on one rank

@@ -97,4 +97,4 @@ def with_decoder(context: WorkerContext, setup: JobSetup, chain: Transport, choi
         group = setup.sharing.group(setup.loaded, chain, setup.pool)
     else:
         return context
-    return replace(context, decoder=Decoder(setup, context.sink, context.stop, context.trace, group))
+    return replace(context, decoder=Decoder(setup, context.sink, context.stop, context.events, group))

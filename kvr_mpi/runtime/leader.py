@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError, UnavailableError, record_error
+from kvr_mpi.events import Events
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.plan import ChainMessage, EndPrefill, Plan
 from kvr_mpi.runtime.planner import Planner
@@ -20,7 +21,6 @@ from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.requests import DocumentSource, Split, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held, Next, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.store.record import Record
@@ -34,7 +34,7 @@ class WorkerContext:
     sink: ResultSink
     decoder: Decoder
     stop: Stop
-    trace: Trace
+    events: Events
 
 
 class Pace:
@@ -69,7 +69,7 @@ class Leader:
 
     def __init__(self, planner: Planner, queue: WorkQueue, context: WorkerContext) -> None:
         self._queue, self._source, self._sink = queue, context.source, context.sink
-        self._stop, self._trace = context.stop, context.trace
+        self._stop, self._events = context.stop, context.events
         self._pace = Pace(time.monotonic())
         self._scheduler = WaveScheduler(planner, MAX_SEQUENCES)
         self._has_documents = True
@@ -111,7 +111,7 @@ class Leader:
             seconds = self._pace.seconds_for(self._queue.work_of(following), time.monotonic())
             if self._stop.has_time_for(seconds) and (number := self._queue.take_document()) is not None:
                 document, work = self._source.read(number), self._queue.work_of(number)
-                self._trace.tell("reading", document.id)
+                self._events.begin("reading", document.id)
                 self._pace.add_work(work)
                 try:
                     self._add_prompts(self._source.request(document, work))

@@ -6,9 +6,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from kvr_mpi.events import Totals
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.session import JobSetup
-from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.schedule.assignment import two_parts
 from kvr_mpi.schedule.forecast import forecast_measured
 from kvr_mpi.schedule.history import (
@@ -32,7 +32,7 @@ from kvr_mpi.tuning.measure import measure_costs
 
 
 def keep_outcome(
-    setup: JobSetup, ranks: Transport, done: Tally, seconds: float, start_s: float, cache_dir: Path, logger: RankLogger
+    setup: JobSetup, ranks: Transport, done: Totals, seconds: float, start_s: float, cache_dir: Path, logger: RankLogger
 ) -> Expected | None:
     """Save how long a complete job took; every rank calls this.
 
@@ -67,7 +67,7 @@ def keep_outcome(
 
 
 def _kept(
-    setup: JobSetup, file: Path, history: History, done: Tally, seconds: float, start_s: float
+    setup: JobSetup, file: Path, history: History, done: Totals, seconds: float, start_s: float
 ) -> Expected | None:
     """Add a job to the history, and return what earlier jobs predicted."""
     spec, limit, mean = setup.spec, setup.spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)

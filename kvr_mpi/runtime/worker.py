@@ -20,6 +20,7 @@ from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.host_memory import HeapTrimmer
 from kvr_mpi.runtime.leader import Leader, WorkerContext
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
+from kvr_mpi.runtime.tracing import begin_row, end_row
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.store.record import Record
 from kvr_mpi.topology import first_of_each
@@ -58,9 +59,9 @@ class ChainWorker:
     def _prefill_wave(self) -> EndPrefill:
         """Prefill until the leader ends the wave."""
         self._heap.trim()
-        began = time.monotonic()
+        began_s = time.perf_counter()
         while True:
-            self._context.trace.tell("waiting", "for its chain's next document")
+            self._context.events.begin("waiting", "for its chain's next document")
             decided = None if self._leader is None else self._leader.next_message(self._put_off)
             message = share_message(self._members, decided, self._runner.read_plan)
             if isinstance(message, EndPrefill):
@@ -68,7 +69,7 @@ class ChainWorker:
             self._prefill(message)
         self._prefill_rows()
         self._runner.end_wave()
-        self._context.trace.tally.phase_s += time.monotonic() - began
+        self._context.events.end("wave", began_s)
         return message
 
     def _prefill(self, plan: Plan) -> None:
@@ -78,19 +79,22 @@ class ChainWorker:
         if not runner.goes_on(plan):
             self._prefill_rows()
             if plan.before is not None:
-                self._context.trace.begin([plan.before], self._chain, runner.first_rank)
+                self._begin([plan.before])
             if (beginning := runner.begin(plan)) is not None:
-                self._context.trace.end_prompt(beginning)
+                end_row(self._context.events, [beginning])
         if plan.in_rows:
             self._put_off += 1
             if plan.takes_all or rank == plan.decode_rank:
                 self._rows.append(plan)
             return
-        self._context.trace.begin([plan], self._chain, runner.first_rank)
+        self._begin([plan])
         prefill = self._prefill_slice(plan)
-        self._context.trace.end_prompt(prefill)
+        end_row(self._context.events, [prefill])
         if runner.is_spread or rank == plan.decode_rank:
             self._context.decoder.start(plan.prompt, prefill)
+
+    def _begin(self, row: Sequence[Plan]) -> None:
+        begin_row(self._context.events, self._runner.setup, row, self._chain, self._runner.first_rank)
 
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
@@ -113,8 +117,7 @@ class ChainWorker:
         """Prefill the waiting prompts, row by row."""
         waiting, self._rows, self._put_off = self._rows, [], 0
         for row in _rows(waiting, self._runner.pack_tokens):
-            self._context.trace.begin(row, self._chain, self._runner.first_rank)
-            began_s = time.perf_counter()
+            self._begin(row)
             try:
                 prefills = self._runner.prefill(row)
             except (DataError, UnavailableError) as error:  # of stored keys and values
@@ -122,7 +125,7 @@ class ChainWorker:
                     record = plan.prompt.error_record(record_error(error))
                     self._context.sink.write_record(record, plan.prompt.document_work)
                 continue
-            self._context.trace.end_row(prefills, began_s)
+            end_row(self._context.events, prefills)
             for plan, prefill in zip(row, prefills, strict=True):
                 self._context.decoder.start(plan.prompt, prefill)
 
@@ -132,7 +135,7 @@ class ChainWorker:
         if decoder.shares_heads:
             self._decode_together()
             return
-        self._context.trace.tell("decoding", counted(decoder.running, "answer"))
+        self._context.events.begin("decoding", counted(decoder.running, "answer"))
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if end.has_more else 0)
 
@@ -141,12 +144,12 @@ class ChainWorker:
         if self._runner.forwarder is not None:
             self._runner.forwarder.settle()
         self._chain.barrier()
-        self._context.trace.tell("decoding", f"{counted(self._context.decoder.running, 'answer')} with its chain")
+        self._context.events.begin("decoding", f"{counted(self._context.decoder.running, 'answer')} with its chain")
         self._context.decoder.decode()
 
     def _exchange_parts(self) -> None:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
-        self._context.trace.tell("waiting", "for its chain's other ranks")
+        self._context.events.begin("waiting", "for its chain's other ranks")
         beginning = self._runner.beginning
         held = self._context.decoder.held(None if beginning is None else beginning.sequence)
         parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
