@@ -216,10 +216,9 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel, instructio
             f"{name} has recurrent layers, whose states cannot be compressed by tokens; leave [compress] out for this "
             f"model"
         )
-    if not loaded.attends_in_parts:
-        why = shape.why_whole or (
-            "its own attention runs over the whole cache, such as latent attention or attention with ALiBi"
-        )
+    if not loaded.attends_in_parts or shape.has_latents:
+        why = shape.why_whole or "its own attention runs over the whole cache, such as attention with ALiBi"
+        why = "its heads share the latents that it caches" if shape.has_latents else why
         raise ConfigError(f"{name} cannot be compressed per head: {why}; leave [compress] out for this model")
     layers = compressed_layers(shape)
     if not layers:

@@ -205,7 +205,7 @@ class SliceLayer(RowLayer):
             part = attend_ranges(query, ranges, self.rows, seen, params)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
-        return whole.reshape(*shape[:-1], self.shape.value_dim)
+        return whole.reshape(*shape[:-1], self.shape.out_dim)
 
     def _observe(self, query: torch.Tensor, window: Range) -> None:
         """Keep the queries (1, heads, tokens, head_dim) of window tokens, after those kept from earlier chunks.

@@ -193,7 +193,7 @@ class Row(RowCache):
         if self._reads == "nothing" and layer.layer_idx == self._last_layer:
             self._write(layer.layer_idx)
             raise UnreadError
-        shape, dim, seen = query.shape, layer.shape.value_dim, layer.shape.visibility
+        shape, dim, seen = query.shape, layer.shape.out_dim, layer.shape.visibility
         if self.bounds[-1][1] == 1:  # heads may come folded into the query length
             query = query.reshape(1, -1, 1, shape[-1])
         part: PartialAttention | None = None
@@ -320,7 +320,7 @@ class Row(RowCache):
             if before is not None:
                 part = before if part is None else part.merge(before)
             if part is None:
-                sizes = (1, query.shape[1], last - first, layer.shape.value_dim)
+                sizes = (1, query.shape[1], last - first, layer.shape.out_dim)
                 part = PartialAttention.of_nothing(sizes, self.device)
             parts.append(part)
         return PartialAttention.join(parts)
@@ -404,7 +404,7 @@ def attend_spans(
             continue
         heads = slice(span.head * group, span.heads.stop * group)
         if part is None:
-            part = PartialAttention.of_nothing((*query.shape[:-1], shape.value_dim), query.device)
+            part = PartialAttention.of_nothing((*query.shape[:-1], shape.out_dim), query.device)
         before = PartialAttention(part.out[:, heads], part.lse[:, heads])
         after = before.merge(attend(query[:, heads], keys, values, params))
         part.out[:, heads], part.lse[:, heads] = after.out, after.lse
