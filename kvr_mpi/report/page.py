@@ -276,10 +276,9 @@ def _warnings(run: TracedRun) -> list[str]:
         lines.append(f"{plain_number(damaged)} damaged lines of the trace are omitted.")
     if run.incomplete:
         lines.append(f"{counted(run.incomplete, 'prompt')} with incomplete traces omitted.")
-    if any(trace.header.device == "cuda" for trace in run.traces):
-        lines.append(
-            "On GPUs, the trace has no layers: kernels run asynchronously, so their times are not known on the host."
-        )
+    on_gpus = [trace for trace in run.traces if trace.header.device == "cuda"]
+    if on_gpus and not any(span.kind == "layer" for trace in on_gpus for span in trace.spans):
+        lines.append("This trace has no layers: they were not recorded on GPUs when it was written.")
     return lines
 
 
