@@ -135,6 +135,7 @@ def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -
     assert [sorted(share) for share in shares] == [[f"doc-{n}" for n in range(first, 7, 3)] for first in range(3)]
 
 
+@pytest.mark.long
 def test_an_environment_in_one_file_is_unpacked_on_the_nodes(
     cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
 ) -> None:
