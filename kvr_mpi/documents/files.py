@@ -201,7 +201,9 @@ def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int)
 
 def _why_no_text(file: str, error: UnicodeDecodeError, encoding: str) -> str:
     if _is_binary(error.object):
-        return f"{file} is a binary file, not text; convert it to text, or remove it"
+        marked = error.object.count(0) > len(error.object) // 4
+        other = ", or UTF-16 without a byte order mark (documents.encoding = 'utf-16-le')" if marked else ""
+        return f"{file} is a binary file, not text{other}; convert it to text, or remove it"
     what = f"byte {error.object[error.start]:#04x} at position {error.start}"
     wanted = f"{file} is not {encoding.upper()}: {what}"
     return (
@@ -222,7 +224,7 @@ def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str
 
     Files with a mark of UTF-16 are read as that.
 
-    Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which some encodings would accept as text.
+    Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which most encodings would accept as text.
     """
     with open_file(path, patience=patience) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
@@ -232,7 +234,7 @@ def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str
         )
     if encoding == UTF_8:
         encoding = UTF_16.get(data[:2], "utf-8-sig") if len(data) > 2 else "utf-8-sig"
-    if not encoding.startswith("utf") and _is_binary(data):
+    if not encoding.startswith(("utf-16", "utf-32")) and _is_binary(data):
         raise UnicodeDecodeError(encoding, data, 0, 1, "binary")
     return data.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n")
 
