@@ -20,7 +20,7 @@ from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
@@ -32,12 +32,17 @@ QUIET_S = 10.0
 
 
 class Decoder:
-    """One rank's answers in progress; `group` are the ranks that call `decode` together, None: this rank alone."""
+    """One rank's answers in progress, and where they go.
 
-    def __init__(self, setup: JobSetup, sink: ResultSink, stop: Stop, trace: Trace, group: Group | None = None) -> None:
-        self._setup, self._sink, self._stop, self._trace = setup, sink, stop, trace
-        self._batch, self._kernels = setup.open_decode_batch(group, sink.logger), setup.kernels
-        self._group_size = setup.spec.parallel.tensor_parallel
+    group : the ranks that call `decode` together; None: this rank alone.
+    """
+
+    def __init__(
+        self, session: Session, sink: ResultSink, stop: Stop, trace: Trace, group: Group | None = None
+    ) -> None:
+        self.session, self.sink, self.stop, self.trace = session, sink, stop, trace
+        self._batch, self._kernels = session.open_decode_batch(group, sink.logger), session.kernels
+        self._group_size = session.spec.parallel.tensor_parallel
         self._parts: list[tuple[str, Record]] = []
 
     @property
@@ -56,32 +61,32 @@ class Decoder:
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Add a prefilled prompt; all ranks that hold a shard of it call this."""
-        self._stop.announce()
-        if self._setup.readout is not None:
+        self.stop.announce()
+        if self.session.readout is not None:
             self._read(prompt, prefill)
             return
         is_home, sequence = self._batch.group.is_home(prefill), prefill.cache
         if prefill.error is None and is_home:
-            loaded, compression = self._setup.loaded, self._setup.compression
+            loaded, compression = self.session.loaded, self.session.compression
             if compression is not None and prefill.retained is None and sequence.ragged:
                 with guarded(loaded.tp_group):
                     prefill.retained = size_of(loaded, sequence, str(compression.settings))
-            self._trace.tally.prefilled += 1
-            if self._setup.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
-                self._sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
+            self.trace.tally.prefilled += 1
+            if self.session.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
+                self.sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
-        if self._setup.spec.is_spread and sequence is not None and came_through and not is_home and prompt.is_final:
-            self._sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
+        if self.session.spec.is_spread and sequence is not None and came_through and not is_home and prompt.is_final:
+            self.sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
         self._deliver(self._batch.take_finished())  # do not hold back finished answers
 
     def _read(self, prompt: Prompt, prefill: Prefill) -> None:
         """Store what was read of a prompt, which has no answer."""
-        readout, why, found = self._setup.readout, prefill.error, None
+        readout, why, found = self.session.readout, prefill.error, None
         assert readout is not None
         if prefill.read is not None:
-            self._sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
+            self.sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
             found = readout.fields(prompt, prefill.read)
-            why = explain_not_finite(self._setup.loaded.dtype) if found is None else None
+            why = explain_not_finite(self.session.loaded.dtype) if found is None else None
         answer = Answer((), "", "", 0.0)
         self._deliver_one(prompt, prefill, None if found is None else answer, why, more=found or {})
 
@@ -95,17 +100,17 @@ class Decoder:
         answers, steps, reported = self._batch.running, 0, None
         while self._batch.running > leave and not self._is_over():
             self._deliver(self._batch.step())
-            self._stop.announce()
-            steps, why, seconds = steps + 1, self._stop.reason, time.monotonic() - began
+            self.stop.announce()
+            steps, why, seconds = steps + 1, self.stop.reason, time.monotonic() - began
             if reported != why and (why or seconds > QUIET_S) and (left := self._batch.left):
                 reported = why
-                self._sink.report_decoding(len(left), max(left), seconds / steps, why)
-        decoded, tally = self._batch.decoded, self._trace.tally
+                self.sink.report_decoding(len(left), max(left), seconds / steps, why)
+        decoded, tally = self._batch.decoded, self.trace.tally
         tally.decode_s += time.monotonic() - began
         tally.steps += decoded.steps - before.steps
         tally.step_tokens += decoded.tokens - before.tokens
         if answers > self._batch.running:
-            self._trace.recorder.note("decode", began_s, answers)
+            self.trace.recorder.note("decode", began_s, answers)
 
     def take_parts(self) -> list[tuple[str, Record]]:
         """Return and clear the new records of document parts, each with its prompt's key."""
@@ -114,7 +119,7 @@ class Decoder:
 
     def _is_over(self) -> bool:
         """Whether time is up; ranks that decode together get the same result."""
-        is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
+        is_over, ranks = self.stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
     def _deliver(self, answered: Sequence[BatchEntry]) -> None:
@@ -137,21 +142,21 @@ class Decoder:
         else:
             rank_s = self._group_size * (prefill.rank_s + decode_rank_s)
             record = replace(prompt.record(prefill, answer, rank_s), kernels=self._kernels)
-            self._trace.tally.rank_s += rank_s
-            self._trace.tally.prompt_tokens += prompt.tokens - prefill.known_tokens
-            self._trace.tally.new_tokens += answer.new_tokens
-            self._trace.tally.prompts += 1
+            self.trace.tally.rank_s += rank_s
+            self.trace.tally.prompt_tokens += prompt.tokens - prefill.known_tokens
+            self.trace.tally.new_tokens += answer.new_tokens
+            self.trace.tally.prompts += 1
             if prompt.is_final and record.status == "done":
                 record = replace(record, **(more or {}))
-                self._trace.tally.answers += 1
-                self._trace.tally.cut_off += record.is_cut_off
-                self._trace.tally.repeated += record.finish_reason == "repetition"
-                self._trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
-            self._trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
+                self.trace.tally.answers += 1
+                self.trace.tally.cut_off += record.is_cut_off
+                self.trace.tally.repeated += record.finish_reason == "repetition"
+                self.trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
+            self.trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
         if not prompt.is_final:
             self._parts.append((prompt.key, record))
         elif record.status == "error":
-            self._sink.write_record(record, prompt.document_work)
+            self.sink.write_record(record, prompt.document_work)
         else:
-            self._sink.write_answer(record, prompt.document_work, prefill, prompt)
+            self.sink.write_answer(record, prompt.document_work, prefill, prompt)
         prefill.release()

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvr_mpi.costs.solve import Rates
-from kvr_mpi.logs import RankLogger
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.plan import Plan
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.states import StateWriter
 from kvr_mpi.store.traces import TRACE_BYTES, TracedPrompt, TraceHeader, TraceWriter, trace_files
@@ -107,15 +105,16 @@ class Trace:
 
 
 @contextmanager
-def open_trace(
-    setup: JobSetup, folder: Path, session: int, ranks: JobRanks, logger: RankLogger, states: StateWriter | None = None
-) -> Iterator[Trace]:
+def open_trace(session: Session, folder: Path, number: int, states: StateWriter | None = None) -> Iterator[Trace]:
     """Start the trace of this rank if the job requests one; every rank calls this.
+
+    number : of this job's session in the folder.
 
     Clocks are compared at the beginning and at the end; in between, linear drift is assumed.
     """
-    world, left = ranks.world, 0
-    if setup.spec.output.trace:
+    ranks, logger, left = session.ranks, session.logger, 0
+    world = ranks.world
+    if session.spec.output.trace:
         left = share_json(
             world, on_root(world, lambda: TRACE_BYTES - sum(file.stat().st_size for file in trace_files(folder)))
         )
@@ -125,18 +124,18 @@ def open_trace(
         yield Trace(Recorder(), states=states)
         return
     # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
-    rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
-    layers = len(setup.loaded.shape.layers)
+    rates = session.rates[ranks.lane.rank] if session.rates and session.rolling is None else None
+    layers = len(session.loaded.shape.layers)
     header = TraceHeader(
         rank=world.rank,
         size=world.size,
-        session=session,
+        session=number,
         host=socket.gethostname(),
-        device=setup.loaded.device.type,
+        device=session.loaded.device.type,
         layers=layers,
         token_s=0.0 if rates is None else rates.token_s,
         pair_s=0.0 if rates is None else rates.pair_s,
-        tensor_parallel=setup.spec.parallel.tensor_parallel,
+        tensor_parallel=session.spec.parallel.tensor_parallel,
     )
     recorder = Recorder(is_on=True)
     offset_s = time.time() - time.perf_counter()  # once, so that later clock adjustments do not matter

@@ -17,8 +17,9 @@ from dataclasses import asdict
 from kvr_mpi.errors import DataError, UnavailableError, counted, record_error
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.host_memory import HeapTrimmer
-from kvr_mpi.runtime.leader import Leader, WorkerContext
+from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.store.record import Record
@@ -34,8 +35,9 @@ class ChainWorker:
         group.
     """
 
-    def __init__(self, runner: ChainRunner, leader: Leader | None, context: WorkerContext, members: Transport) -> None:
-        self._runner, self._context, self._chain, self._members = runner, context, runner.chain, members
+    def __init__(self, runner: ChainRunner, leader: Leader | None, decoder: Decoder, members: Transport) -> None:
+        self._runner, self._decoder, self._chain, self._members = runner, decoder, runner.chain, members
+        self._sink, self._trace = decoder.sink, decoder.trace
         self._leader = leader
         self._heap = HeapTrimmer()
         self._rows: list[Plan] = []  # waiting on this rank for a packed row
@@ -51,7 +53,7 @@ class ChainWorker:
         while (end := self._prefill_wave()).goes_on:
             self._decode_wave(end)
             self._exchange_parts()
-        if self._runner.is_spread or self._context.decoder.shares_heads:  # this chain's ranks do not meet again
+        if self._runner.is_spread or self._decoder.shares_heads:  # this chain's ranks do not meet again
             self._decode_together()
         self._runner.close()
 
@@ -60,7 +62,7 @@ class ChainWorker:
         self._heap.trim()
         began = time.monotonic()
         while True:
-            self._context.trace.tell("waiting", "for its chain's next document")
+            self._trace.tell("waiting", "for its chain's next document")
             decided = None if self._leader is None else self._leader.next_message(self._put_off)
             message = share_message(self._members, decided, self._runner.read_plan)
             if isinstance(message, EndPrefill):
@@ -68,7 +70,7 @@ class ChainWorker:
             self._prefill(message)
         self._prefill_rows()
         self._runner.end_wave()
-        self._context.trace.tally.phase_s += time.monotonic() - began
+        self._trace.tally.phase_s += time.monotonic() - began
         return message
 
     def _prefill(self, plan: Plan) -> None:
@@ -78,32 +80,32 @@ class ChainWorker:
         if not runner.goes_on(plan):
             self._prefill_rows()
             if plan.before is not None:
-                self._context.trace.begin([plan.before], self._chain, runner.first_rank)
+                self._trace.begin([plan.before], self._chain, runner.first_rank)
             if (beginning := runner.begin(plan)) is not None:
-                self._context.trace.end_prompt(beginning)
+                self._trace.end_prompt(beginning)
         if plan.in_rows:
             self._put_off += 1
             if plan.takes_all or rank == plan.decode_rank:
                 self._rows.append(plan)
             return
-        self._context.trace.begin([plan], self._chain, runner.first_rank)
+        self._trace.begin([plan], self._chain, runner.first_rank)
         prefill = self._prefill_slice(plan)
-        self._context.trace.end_prompt(prefill)
+        self._trace.end_prompt(prefill)
         if runner.is_spread or rank == plan.decode_rank:
-            self._context.decoder.start(plan.prompt, prefill)
+            self._decoder.start(plan.prompt, prefill)
 
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
         prompt, runner = plan.prompt, self._runner
         is_written, is_home = prompt.is_final and runner.writes_own, self._chain.rank == plan.decode_rank
-        if not is_written or is_home or not self._context.sink.keeps_kv:
+        if not is_written or is_home or not self._sink.keeps_kv:
             (prefill,) = runner.prefill([plan])
             if is_written:  # this rank stores its slice with the answer
                 prefill.stored_tokens, _ = plan.bounds_on(self._chain.rank)
             return prefill
         assert plan.partition is not None
         bounds = plan.bounds_on(self._chain.rank)
-        with self._context.sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
+        with self._sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
             (prefill,) = runner.prefill([plan], layers.add_layer)
             if prefill.error is not None:
                 layers.drop()
@@ -113,26 +115,26 @@ class ChainWorker:
         """Prefill the waiting prompts, row by row."""
         waiting, self._rows, self._put_off = self._rows, [], 0
         for row in _rows(waiting, self._runner.pack_tokens):
-            self._context.trace.begin(row, self._chain, self._runner.first_rank)
+            self._trace.begin(row, self._chain, self._runner.first_rank)
             began_s = time.perf_counter()
             try:
                 prefills = self._runner.prefill(row)
             except (DataError, UnavailableError) as error:  # of stored keys and values
                 for plan in row:
                     record = plan.prompt.error_record(record_error(error))
-                    self._context.sink.write_record(record, plan.prompt.document_work)
+                    self._sink.write_record(record, plan.prompt.document_work)
                 continue
-            self._context.trace.end_row(prefills, began_s)
+            self._trace.end_row(prefills, began_s)
             for plan, prefill in zip(row, prefills, strict=True):
-                self._context.decoder.start(plan.prompt, prefill)
+                self._decoder.start(plan.prompt, prefill)
 
     def _decode_wave(self, end: EndPrefill) -> None:
         """Decode this rank's answers; leave some in progress if the next wave has prompts."""
-        decoder = self._context.decoder
+        decoder = self._decoder
         if decoder.shares_heads:
             self._decode_together()
             return
-        self._context.trace.tell("decoding", counted(decoder.running, "answer"))
+        self._trace.tell("decoding", counted(decoder.running, "answer"))
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if end.has_more else 0)
 
@@ -141,15 +143,15 @@ class ChainWorker:
         if self._runner.forwarder is not None:
             self._runner.forwarder.settle()
         self._chain.barrier()
-        self._context.trace.tell("decoding", f"{counted(self._context.decoder.running, 'answer')} with its chain")
-        self._context.decoder.decode()
+        self._trace.tell("decoding", f"{counted(self._decoder.running, 'answer')} with its chain")
+        self._decoder.decode()
 
     def _exchange_parts(self) -> None:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
-        self._context.trace.tell("waiting", "for its chain's other ranks")
+        self._trace.tell("waiting", "for its chain's other ranks")
         beginning = self._runner.beginning
-        held = self._context.decoder.held(None if beginning is None else beginning.sequence)
-        parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
+        held = self._decoder.held(None if beginning is None else beginning.sequence)
+        parts = [(key, asdict(record)) for key, record in self._decoder.take_parts()]
         self._members.barrier()  # sleeps while it waits, so that decoding ranks get the cores
         ranks = gather_json(self._members, [asdict(held), parts])
         if self._leader is not None:

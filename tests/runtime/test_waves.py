@@ -20,8 +20,10 @@ from kvr_mpi.errors import DocumentError
 from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
+from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import MAX_WAVE_S, Held, Next, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
+from kvr_mpi.trace import Recorder
 from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -164,15 +166,11 @@ def test_a_part_that_does_not_fit_fails_its_document_once() -> None:
         take_document=left.pop,
         work_of=lambda number: 1,
     )
-    context: Any = SimpleNamespace(
-        source=source,
-        sink=SimpleNamespace(write_record=lambda record, work: written.append(record)),
-        stop=SimpleNamespace(
-            announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True, is_over=False
-        ),
-        trace=SimpleNamespace(tell=lambda *words: None),
+    sink: Any = SimpleNamespace(write_record=lambda record, work: written.append(record))
+    stop: Any = SimpleNamespace(
+        announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True, is_over=False
     )
-    leader = Leader(planner, queue, context)
+    leader = Leader(planner, queue, source, sink, stop, Trace(Recorder()))
     leader.begin_wave([Held()], [])
     first = leader.next_message(0)
     assert isinstance(first, Plan) and first.prompt.part == 0
