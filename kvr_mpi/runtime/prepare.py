@@ -87,7 +87,7 @@ def prepare(
     chain : the ranks that share this chain's prompts, one from each tensor-parallel group.
     loaded : the job's model, if it is loaded already.
     """
-    world, whole, logger = ranks.world, logger, logger.root
+    world, own_logger, logger = ranks.world, logger, logger.root
     loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, logger)
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
@@ -152,7 +152,7 @@ def prepare(
         spec=spec,
         machine=machine,
         ranks=ranks,
-        logger=whole,
+        logger=own_logger,
         loaded=loaded,
         prompt_config=PromptConfig(
             loaded.tokenizer,
