@@ -96,8 +96,7 @@ test: lint
 	$(in_venv) python -m pytest $(spread) -m "$(TESTS)"
 
 test-all: lint
-	$(in_venv) KVR_TEST_CUDA_PYTHON=$(if $(wildcard $(CUDA_VENV)/.installed),$(CUDA_VENV)/bin/python) \
-	    python -m pytest $(spread) -m "not long" --durations=40
+	$(in_venv) python -m pytest $(spread) -m "not long" --durations=40
 
 # For tests with torch's CUDA build on machines without a GPU; 5.6 GB.
 cuda-wheel: $(CUDA_VENV)/.installed

@@ -41,6 +41,7 @@ from kvr_mpi.cli.options import command, job_argument, parse_names, set_option
 from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.generation import GenerationSection
 from kvr_mpi.errors import ConfigError, DocumentError, counted
+from kvr_mpi.events import Events, Totals
 from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.report.progress import Progress
@@ -55,12 +56,9 @@ from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.rounds import make_rounds
 from kvr_mpi.runtime.session import Machine, Session
 from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.tally import Tally
-from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot
 from kvr_mpi.store.writer import ResultWriter
 from kvr_mpi.topology import Topology
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import TransportName, open_transport
 from kvr_mpi.transport.counters import open_counters
@@ -268,28 +266,29 @@ def _ours(session: Session, corpus: Corpus, numbers: Sequence[int], control: Tra
         session = replace(session, logger=SILENT)
         rounds, refused, _ = make_rounds(session, corpus, np.array(numbers, np.int64))
         counters = open_counters(control, FIRST_LIST + sum(len(part.lists) for part in rounds))
-        quiet = Progress(SILENT, len(numbers), sum(part.work for part in rounds))
+        events = Events()
+        quiet = Progress(SILENT, len(numbers), sum(part.work for part in rounds), events)
         with closing(ResultWriter(folder, control.rank, session.header)) as writer:
             source, stop = open_documents(session, corpus), Stop()
             stop.join(counters)
-            decoder = Decoder(session, ResultSink(session, writer, counters, quiet), stop, Trace(Recorder()))
+            decoder = Decoder(session, ResultSink(session, writer, counters, quiet), stop, events)
             work_through(rounds, refused, source, decoder, counters)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]
         counters.close()
-    found = share_json(control, gather_json(control, [asdict(decoder.trace.tally), seconds]))
-    tallies = [Tally(**one) for one, _ in found]
+    found = share_json(control, gather_json(control, [asdict(events.totals), seconds]))
+    totals = [Totals(**one) for one, _ in found]
     seconds = max(one for _, one in found)
     return CorpusRun(
         seconds=seconds,
         documents=done,
-        prompt_tokens=sum(one.prompt_tokens for one in tallies),
-        new_tokens=sum(one.new_tokens for one in tallies),
-        prefill_s=statistics.mean(one.phase_s for one in tallies),
-        decode_s=statistics.mean(one.decode_s for one in tallies),
-        busy=tuple((one.busy_s + one.decode_s) / seconds for one in tallies),
-        prefill_busy=sum(one.busy_s for one in tallies) / max(1e-9, sum(one.phase_s for one in tallies)),
+        prompt_tokens=sum(one.prompt_tokens for one in totals),
+        new_tokens=sum(one.new_tokens for one in totals),
+        prefill_s=statistics.mean(one.wave_s for one in totals),
+        decode_s=statistics.mean(one.decode_s for one in totals),
+        busy=tuple((one.busy_s + one.decode_s) / seconds for one in totals),
+        prefill_busy=sum(one.busy_s for one in totals) / max(1e-9, sum(one.wave_s for one in totals)),
     )
 
 

@@ -120,6 +120,8 @@ def attend_masked(
             query, keys, values, 0.0, False, attn_mask=mask, scale=params.scale
         )
         return PartialAttention(out, lse.float())
+    if params.expand is not None:
+        keys, values = params.expand(keys, values)
     return _attend_blocks(query, keys, values, params, offset=offset, window=None, dense=True)
 
 

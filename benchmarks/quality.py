@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvr_mpi.compress.compression import Compression, size_of
+from kvr_mpi.compress.repeating import repeat_scores
 from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.kv.row import Row
 from kvr_mpi.kv.sequence import SequenceKV
@@ -58,6 +59,7 @@ class QualityBench:
     ) -> None:
         self._loaded, self._prompt, self._following, self._answers = loaded, prompt, following, answers
         self._prefix: SequenceKV = compute_prefix(loaded, prompt.ids[: prompt.text[1] - window])
+        self._repeated: torch.Tensor | None = None
 
     def measure(self, compression: Compression | None) -> Continued:
         """Measure with a method, or (None) with the full cache."""
@@ -82,6 +84,13 @@ class QualityBench:
         if compression is not None:
             options["retain"] = compression.retain(prompt.tokens, prompt.text)
         found = prefill_kvr(self._loaded, prompt.ids, Partition((0, prompt.tokens)), LocalTransport(), **options)
+        if compression is not None and compression.settings.rule.repeats:
+            scored = compression.repeated_of(prompt.text)
+            assert scored is not None, "the budget is below the text"
+            if self._repeated is None:  # the same for every budget
+                how = compression.instruction, compression.layers
+                self._repeated = repeat_scores(found.cache, prompt.ids, scored, *how)
+            compression.drop(found.cache, scored, self._repeated)
         if compression is None or not found.cache.ragged:
             return found, float(prompt.tokens)
         return found, size_of(self._loaded, found.cache, str(compression.settings)).tokens

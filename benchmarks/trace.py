@@ -25,13 +25,13 @@ from benchmarks.pairs import Patience, measure_pairs, ratio_of
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.errors import counted
+from kvr_mpi.events import Events
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.store.traces import TraceHeader, TraceWriter, read_traces
-from kvr_mpi.trace import Recorder, Span
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.mpi import connect
 
@@ -55,21 +55,18 @@ def main(arguments: Sequence[str]) -> None:
     ids = [(7 * at * at + 3 * at) % 4096 + 5 for at in range(wanted.tokens)]
     partition = Partition.even(wanted.tokens, world.size)
     with tempfile.TemporaryDirectory() as folder:
-        recorder, offset_s = Recorder(is_on=True), time.time() - time.perf_counter()
+        events, offset_s = Events(keeps_spans=True), time.time() - time.perf_counter()
         header = TraceHeader(world.rank, world.size, 1, "here", "cpu", layers)
-        writer = TraceWriter(
-            Path(folder), header, recorder, offset_s=offset_s, limit_bytes=1 << 26, logger=RankLogger()
-        )
-        forwarders = Forwarder(world, recorder=Recorder()), Forwarder(world, recorder=recorder)
+        writer = TraceWriter(Path(folder), header, events, offset_s=offset_s, limit_bytes=1 << 26, logger=RankLogger())
+        forwarders = Forwarder(world), Forwarder(world, events=events)
 
         def prefill(is_traced: bool) -> tuple[float, float]:
             world.barrier()
-            recorder.is_on, began, cpu = is_traced, time.perf_counter(), time.process_time()
+            events.keeps_spans, began, cpu = is_traced, time.perf_counter(), time.process_time()
             done = prefill_kvr(loaded, ids, partition, world, forwarder=forwarders[is_traced])
             if is_traced:
-                edges = [done.began_s, *done.layer_begins_s[1:], time.perf_counter()]
-                for layer in range(layers):
-                    recorder.add(Span("layer", edges[layer], edges[layer + 1], 0, layer))
+                for span in done.spans:
+                    events.add(span)
             used_s = time.process_time() - cpu
             world.barrier()
             return time.perf_counter() - began, used_s
@@ -82,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
         pairs = [(plain, traced) for traced, plain in found["traced"]]
         for forwarder in forwarders:
             forwarder.close()
-        recorder.is_on = True
+        events.keeps_spans = True
         writer.close()
         spans = sum(len(trace.spans) for trace in read_traces(Path(folder)))
     if world.rank:

@@ -74,6 +74,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "HF_HOME": "cache for models from the hub; download them on a login node",
         "CUDA_VISIBLE_DEVICES": "visible GPUs; each rank uses the one with the fewest lower ranks",
         "MPICH_GPU_SUPPORT_ENABLED": "1: Cray MPICH accepts GPU memory",
+        "NCCL_GRAPH_REGISTER": "default here: `0`; NCCL's registered buffers do not suit torch's expandable segments",
         "NCCL_MAX_CTAS": "thread blocks on the GPU for an NCCL transfer; default here: 4",
     },
 }

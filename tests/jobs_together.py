@@ -224,7 +224,7 @@ class Bench:
 def try_pages(spec: Any, loaded: LoadedModel, say: Any) -> tuple[str | None, bool]:
     """As on a GPU, without the trial of pages."""
     why, _ = try_rows(spec, loaded, say)
-    return why, why is None and not spec.is_spread and not spec.cache.is_rolling
+    return why, why is None and not spec.is_sharded and not spec.cache.is_rolling
 
 
 def keys_and_values(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
 }
 FALCON = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
 
-# The issue of attention is what distinguishes them: MHA, GQA, MQA, windows, caps, sinks, own SDPA calls.
+# The issue of attention is what distinguishes them: MHA, GQA, MQA, windows, caps, sinks, latents, own SDPA calls.
 CONFIGS: dict[str, Any] = {
     "llama-gqa": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=2),
     "llama-mha": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=6),
@@ -51,24 +51,6 @@ CONFIGS: dict[str, Any] = {
     "llama4-chunks": lambda: tf.Llama4TextConfig(
         **COMMON, num_key_value_heads=2, head_dim=8, num_local_experts=2, attention_chunk_size=32
     ),
-    "opt": lambda: tf.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        ffn_dim=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        max_position_embeddings=512,
-        word_embed_proj_dim=48,
-        init_std=0.2,
-    ),
-}
-
-# Their attention cannot be taken over: ALiBi, a bias of their own, latents instead of keys and values.
-WHOLE: dict[str, Any] = {
-    "bloom-own-attention": lambda: tf.BloomConfig(
-        vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=6, initializer_range=0.2
-    ),
-    "falcon-alibi": lambda: tf.FalconConfig(**FALCON, alibi=True, new_decoder_architecture=False),
     "deepseek-latents": lambda: tf.DeepseekV3Config(
         **COMMON,
         num_key_value_heads=6,
@@ -83,6 +65,24 @@ WHOLE: dict[str, Any] = {
         topk_group=1,
         moe_intermediate_size=32,
     ),
+    "opt": lambda: tf.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        ffn_dim=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        max_position_embeddings=512,
+        word_embed_proj_dim=48,
+        init_std=0.2,
+    ),
+}
+
+# Their attention cannot be taken over: ALiBi, a bias of their own.
+WHOLE: dict[str, Any] = {
+    "bloom-own-attention": lambda: tf.BloomConfig(
+        vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=6, initializer_range=0.2
+    ),
+    "falcon-alibi": lambda: tf.FalconConfig(**FALCON, alibi=True, new_decoder_architecture=False),
 }
 
 # Some of their layers keep a state: a convolution's, a recurrence's, or both beside attention.

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import BatchEntry, Group
-from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.kv import row
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
+from kvr_mpi.model.tp_group import TensorParallelGroup, recording
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr
 from kvr_mpi.prefill.packed import prefill_packed
@@ -203,17 +203,17 @@ def steps_recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     why_not = step_graph._why_not
 
     @contextmanager
-    def record(recorder: StepRecorder) -> Iterator[Recording]:
-        made.append(Recording())
-        with made[-1]:
-            yield made[-1]
-        made[-1].spoil()
+    def record(device: torch.device, tp_group: TensorParallelGroup | None) -> Iterator[Recording]:
+        made.append(graph := Recording())
+        with recording(tp_group, graph), graph:
+            yield graph
+        graph.spoil()
 
     def as_on_a_gpu(loaded: LoadedModel) -> str | None:
         why = why_not(loaded)
         return None if why and "CPUs" in why else why
 
-    monkeypatch.setattr(StepRecorder, "record", record)
+    monkeypatch.setattr(step_graph, "record", record)
     monkeypatch.setattr(step_graph, "_why_not", as_on_a_gpu)
     return made
 

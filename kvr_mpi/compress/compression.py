@@ -2,13 +2,14 @@
 
 The last rank of a prefill has all keys of a layer, and the window's queries. It drops the tokens that are not kept
 before it computes the next layer, and decoding continues from the retained tokens. Every head also keeps the tokens
-after the window, in addition to the budget: after a document, these are the question.
+after the window, in addition to the budget: after a document, these are the question. Methods that repeat the text need
+all layers first: they drop tokens after the prefill (`Compression.repeat`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 
 from kvr_mpi.compress.head_profile import HeadProfile, read_profile
 from kvr_mpi.compress.planned_drop import PlannedDrop, compressed_layers, planned_drop
-from kvr_mpi.compress.registry import share_budget
+from kvr_mpi.compress.registry import SINKS, share_budget
+from kvr_mpi.compress.repeating import chunk_tokens, repeat_scores
 from kvr_mpi.compress.scores import recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError, counted
@@ -48,6 +50,7 @@ class Compression:
 
     layers : indices of the compressed layers, whose queries see all tokens; the others keep everything they have.
     kv_heads : KV heads of a layer, over all ranks of a tensor-parallel group.
+    instruction : tokens that ask the model to repeat the text, if the method needs that.
     """
 
     settings: CompressSettings
@@ -55,6 +58,7 @@ class Compression:
     layers: tuple[int, ...]
     kv_heads: int
     profile: HeadProfile | None = None
+    instruction: tuple[int, ...] = ()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -79,17 +83,36 @@ class Compression:
             return None
         return stop - self.settings.observed_tokens, stop
 
+    def repeated_of(self, text: Range) -> Range | None:
+        """Return the range of a prompt's text whose tokens are scored by repeating them; None if all are kept."""
+        first, stop = max(text[0], SINKS), text[1]
+        return (first, stop) if self.settings.kept_of(stop - first) < stop - first else None
+
     def planned_drop(self, tokens: int, text: Range) -> PlannedDrop | None:
         """Predict what this rank drops of a prompt, and the memory for choosing; None if all of it is kept."""
-        if (window := self.window_of(tokens, text)) is None:
+        if self.settings.rule.repeats:
+            repeated = self.repeated_of(text)
+            stop = None if repeated is None else repeated[1] - repeated[0]
+        else:
+            window = self.window_of(tokens, text)
+            stop = None if window is None else window[1]
+        if stop is None:
             return None
         loaded = self.loaded
         heads = loaded.model.config.get_text_config().num_attention_heads
         group_ranks = 1 if loaded.part is None else loaded.part.size
-        return planned_drop(self.settings, loaded.shape, heads, tokens, window[1], group_ranks)
+        return planned_drop(self.settings, loaded.shape, heads, tokens, stop, group_ranks)
 
     def retain(self, tokens: int, text: Range) -> Retain | None:
-        """Return what heads keep of a prompt, chosen layer by layer; None if all of it is kept."""
+        """Return what heads keep of a prompt, chosen layer by layer; None if all of it is kept.
+
+        Raises `DocumentError` if the text has to be repeated, and the model's context leaves no room for that.
+        """
+        if self.settings.rule.repeats:  # all of it is needed first
+            if self.repeated_of(text) is None:
+                return None
+            chunk_tokens(self.loaded.shape.max_tokens, text[1], len(self.instruction))
+            return Retain(None)
         if (window := self.window_of(tokens, text)) is None:
             return None
         each, rule = self.settings.kept_of(window[1]) - self.settings.observed_tokens, self.settings.rule
@@ -113,6 +136,32 @@ class Compression:
             shares = self.settings.rule.compete(self._of_all_heads(scores), each)
         always = torch.arange(window[0], layer.length, device=scores.device)
         return (torch.cat([chosen, always]) for chosen in top_tokens(scores, shares[slice(*self._own)]))
+
+    def repeat(self, sequence: SequenceKV, ids: Sequence[int], text: Range) -> None:
+        """Score a prefilled prompt's text by repeating it, and drop what its heads do not keep.
+
+        The budget is divided over the heads of all layers. In addition, every head keeps the tokens before and after
+        the text, and the first `SINKS`. All ranks of a tensor-parallel group call this. It does nothing if the method
+        has chosen during the prefill, or all tokens are kept.
+
+        sequence : with all tokens of the prompt.
+        """
+        if self.settings.rule.repeats and (scored := self.repeated_of(text)) is not None:
+            self.drop(sequence, scored, repeat_scores(sequence, ids, scored, self.instruction, self.layers))
+
+    def drop(self, sequence: SequenceKV, scored: Range, scores: torch.Tensor) -> None:
+        """Drop the tokens in a range with the lowest scores (layers, this rank's heads, tokens)."""
+        rule, (first, stop) = self.settings.rule, scored
+        assert rule.compete is not None, "heads compete"
+        whole = torch.stack([self._of_all_heads(of_layer) for of_layer in scores]).flatten(0, 1)
+        counts = rule.compete(whole, self.settings.kept_of(stop - first)).view(len(self.layers), self.kv_heads)
+        before, after = (torch.arange(*each, device=scores.device) for each in ((first,), (stop, sequence.length)))
+        for layer_idx, of_layer, shares in zip(self.layers, scores, counts, strict=True):
+            chosen = top_tokens(of_layer, shares[slice(*self._own)])
+            kept = [torch.cat([before, tokens + first, after]) for tokens in chosen]
+            keys, values = (rows.clone() for rows in sequence.rows(layer_idx, 0, sequence.length))
+            sequence.close(layer_idx)
+            sequence.admit(layer_idx, 0, keys, values, kept)
 
     @property
     def _own(self) -> tuple[int, int]:
@@ -156,8 +205,8 @@ def size_of(loaded: LoadedModel, sequence: SequenceKV, method: str) -> RetainedS
     return RetainedSize(method, tokens / max(1, heads), kv_bytes)
 
 
-def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compression:
-    """Prepare a method for a model.
+def open_compression(settings: CompressSettings, loaded: LoadedModel, instruction: Sequence[int] = ()) -> Compression:
+    """Prepare a method for a model; `instruction` are tokens that ask it to repeat a text before them.
 
     Raises `ConfigError` if the model does not keep keys and values per head, or the profile is for another model.
     """
@@ -167,10 +216,9 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
             f"{name} has recurrent layers, whose states cannot be compressed by tokens; leave [compress] out for this "
             f"model"
         )
-    if not loaded.attends_in_parts:
-        why = shape.why_whole or (
-            "its own attention runs over the whole cache, such as latent attention or attention with ALiBi"
-        )
+    if not loaded.attends_in_parts or shape.has_latents:
+        why = shape.why_whole or "its own attention runs over the whole cache, such as attention with ALiBi"
+        why = "its heads share the latents that it caches" if shape.has_latents else why
         raise ConfigError(f"{name} cannot be compressed per head: {why}; leave [compress] out for this model")
     layers = compressed_layers(shape)
     if not layers:
@@ -180,7 +228,8 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
         )
     heads = {shape.layers[idx].num_kv_heads for idx in layers}
     sizes = {shape.layers[idx].key_dim + shape.layers[idx].value_dim for idx in layers}
-    if len(heads) > 1 or (settings.rule.weigh is not None and len(sizes) > 1):
+    shares_over_layers = settings.rule.weigh is not None or settings.rule.repeats
+    if len(heads) > 1 or (shares_over_layers and len(sizes) > 1):
         raise ConfigError(
             f"{name} has layers of {' and '.join(map(str, sorted(heads)))} KV heads of {sorted(sizes)} elements, but "
             f"the budget is distributed over heads of one size; choose method = 'snapkv' or leave [compress] out"
@@ -199,7 +248,7 @@ def open_compression(settings: CompressSettings, loaded: LoadedModel) -> Compres
         # Only the proportions of counts beyond the window matter: any budget above the window gives the same shares.
         profile = read_profile(Path(settings.profile), budget=2 * window, kv_heads=kv_heads, window=window)
         check_profile(f"compress.profile = {settings.profile!r}", profile, loaded, len(layers), kv_heads)
-    return Compression(settings, loaded, layers, kv_heads, profile)
+    return Compression(settings, loaded, layers, kv_heads, profile, tuple(instruction))
 
 
 def check_profile(name: str, profile: HeadProfile, loaded: LoadedModel, layers: int, kv_heads: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvr_mpi.compress.repeating import CHUNK_TOKENS, LINK_TOKENS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.model import ModelShape
 
@@ -15,6 +16,8 @@ from kvr_mpi.model import ModelShape
 SORTED_BYTES = 96
 # The same for each layer whose tokens are dropped late: the order of its scores.
 ORDER_BYTES = 8
+# Room for the instruction to repeat a text.
+INSTRUCTION_TOKENS = 128
 # Copies of the window's products with all keys that are alive at once in `scores.window_scores`.
 PRODUCTS = 3
 
@@ -26,11 +29,18 @@ class PlannedDrop:
     kv_bytes : lower bound of the keys and values that are dropped.
     choosing_bytes : upper bound of the memory for choosing tokens in one layer, and for the retained positions.
     late_layers : layers that a GPU holds in addition until their tokens are dropped.
+    repeated_tokens : most tokens that run through the model at once after the prefill.
     """
 
     kv_bytes: int
     choosing_bytes: int
     late_layers: int = 0
+    repeated_tokens: int = 0
+
+    @property
+    def is_late(self) -> bool:
+        """Whether tokens are dropped after the prefill, which needs memory for all of them."""
+        return self.repeated_tokens > 0
 
 
 def compressed_layers(shape: ModelShape) -> tuple[int, ...]:
@@ -58,8 +68,12 @@ def planned_drop(
     positions = 4 * (tokens - dropped) * sum(one.num_kv_heads for one in layers)
     head_dim, window = max(one.key_dim for one in layers), settings.observed_tokens
     products = 4 * -(-heads // min(one.num_kv_heads for one in layers)) * window * last
-    scored = PRODUCTS * products + 4 * head_dim * (last + 4 * heads * window) if window else 0
-    late_layers = settings.rule.late_layers
+    late_layers, repeated = settings.rule.late_layers, 0
     candidate_bytes = SORTED_BYTES + ORDER_BYTES * late_layers
     ordered = candidate_bytes * max(one.num_kv_heads for one in layers) * group_ranks * last
-    return PlannedDrop(kv_bytes, scored + ordered + positions, late_layers)
+    if settings.rule.repeats:  # one head at a time, and then the heads of all layers together
+        chunk = min(last, CHUNK_TOKENS)
+        window = repeated = chunk + LINK_TOKENS + INSTRUCTION_TOKENS
+        products, ordered = 4 * window * chunk, ordered * len(layers)
+    scored = PRODUCTS * products + 4 * head_dim * (last + 4 * heads * window) if window else 0
+    return PlannedDrop(kv_bytes, scored + ordered + positions, late_layers, repeated)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ FLOOR = 0.2
 # (mean count, candidates, layers, the profile's counts beyond the window) to the weights by which heads share the
 # budget (layers, kv_heads) or (layers, 1); the same for every text.
 Weigh = Callable[[int, int, int, "Weights | None"], "Weights"]
-# (scores (kv_heads, candidates), mean count) to the number of candidates each head of one layer keeps (kv_heads,).
+# (scores (heads, candidates), mean count) to the number of candidates each head keeps (heads,).
 Compete = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 
@@ -40,12 +41,15 @@ class Method:
     reads : settings in addition to those that all methods read.
     weigh : distributes the budget over layers and heads; None: all heads keep the same number.
     compete : distributes a layer's budget over its heads by the text's own scores instead; None: not used.
+    repeats : tokens are scored after the prefill, while the model repeats the text (`repeating`), and the heads of all
+        layers compete.
     """
 
     name: str
     reads: tuple[str, ...] = ()
     weigh: Weigh | None = None
     compete: Compete | None = None
+    repeats: bool = False
 
     @property
     def observes(self) -> bool:
@@ -60,7 +64,7 @@ class Method:
     @property
     def late_layers(self) -> int:
         """Complete layers that a GPU holds whole until the host knows how many tokens each of their heads keeps."""
-        return int(self.compete is not None)
+        return int(self.compete is not None and not self.repeats)
 
 
 def share_budget(weights: Weights, each: int, candidates: int) -> TokenCounts:
@@ -112,18 +116,18 @@ def headkv_weights(each: int, candidates: int, layers: int, profile: Weights | N
     return profile
 
 
-def adakv_counts(scores: torch.Tensor, each: int) -> torch.Tensor:
-    """Let a layer's heads compete for its budget, token by token, by their scores (kv_heads, candidates).
+def adakv_counts(scores: torch.Tensor, each: int, floor: float = FLOOR) -> torch.Tensor:
+    """Let heads compete for their budget, token by token, by their scores (kv_heads, candidates).
 
     Ada-SnapKV (arXiv:2407.11550): heads whose attention is spread over many tokens keep more tokens than heads that
-    attend to few. As in kvpress, each head first keeps its own best tokens, the fraction `FLOOR` (the paper's alpha) of
+    attend to few. As in kvpress, each head first keeps its own best tokens, the fraction `floor` (the paper's alpha) of
     `each`, which is the mean count. The rest of the budget goes to the best tokens of all heads together. The paper's
     code distributes the whole budget by competition, and then moves each head's count towards the floor.
 
     Returns counts (kv_heads,), int64, that add up to ``kv_heads * each``.
     """
     heads, candidates = scores.shape
-    safe = min(int(FLOOR * each), candidates)
+    safe = min(int(floor * each), candidates)
     best = scores.sort(dim=-1, descending=True, stable=True).values[:, safe:]
     chosen = best.flatten().argsort(descending=True, stable=True)[: heads * (each - safe)]
     theirs = chosen // max(1, candidates - safe)
@@ -141,5 +145,6 @@ METHODS: Mapping[str, Method] = {
         Method("pyramidkv", ("window",), pyramidkv_weights),
         Method("ada-snapkv", ("window",), compete=adakv_counts),
         Method("headkv", ("window", "profile"), headkv_weights),
+        Method("kvzip", compete=partial(adakv_counts, floor=0.0), repeats=True),
     )
 }

@@ -20,6 +20,14 @@ from kvr_mpi.model.devices import copy_to_host
 KERNEL = 5
 
 
+def query_products(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+    """Return the products of queries (..., queries, head_dim) with all of one head's keys (keys, head_dim), float32."""
+    products = torch.matmul(query.float(), keys.float().transpose(0, 1)) * params.scale
+    if params.softcap is None:
+        return products
+    return torch.tanh(products / params.softcap) * params.softcap
+
+
 def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, *, start: int) -> torch.Tensor:
     """Score the tokens before a window (kv_heads, start), float32.
 
@@ -33,9 +41,7 @@ def window_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
     means = []
     # One head at a time: a row of products is as long as the text.
     for head, group in enumerate(query[0].view(kv_heads, -1, window, query.shape[-1])):
-        products = torch.matmul(group.float(), keys[0, head].float().transpose(0, 1)) * params.scale
-        if params.softcap is not None:
-            products = torch.tanh(products / params.softcap) * params.softcap
+        products = query_products(group, keys[0, head], params)
         products[..., start:].masked_fill_(later, float("-inf"))
         total = torch.logsumexp(products, dim=-1)
         if sinks is not None:

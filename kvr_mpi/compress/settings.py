@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -27,6 +27,13 @@ class CompressSettings(Strict):
     )
     window: int = Field(64, ge=1, description="size of the observation window; its tokens are always kept")
     profile: str | None = Field(None, min_length=1, description="headkv: a file with scores or counts for this model")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_a_question(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("method") in [name for name, one in METHODS.items() if one.repeats]:
+            return {"observes": "document", **values}
+        return values
 
     @field_validator("method")
     @classmethod
@@ -52,6 +59,8 @@ class CompressSettings(Strict):
                 f"compress.{foreign[0]} is not used with method = {method.name!r}, which uses "
                 f"{', '.join((*method.reads, 'budget'))} and observes; leave it out"
             )
+        if method.repeats and self.observes == "question":
+            raise ValueError(f"compress.method = {self.method!r} does not observe the question; leave out observes")
         if method.needs_profile != (self.profile is not None):
             raise ValueError(f"compress.method = {method.name!r} needs compress.profile = 'FILE': scores of its heads")
         if 1 <= self.budget < self.always_kept:

@@ -1,7 +1,7 @@
 """Waits with time limits, so that the doctor never hangs.
 
 Ranks sleep while they wait for others (`wait_for_all`), which leaves the cores to ranks that measure. Calls without a
-timeout of their own run in a thread (`within`). The parent process limits the time of each step (``process``).
+timeout of their own run in a thread (`within`). The parent process limits the time of each step (``launch``).
 """
 
 from __future__ import annotations

@@ -51,12 +51,8 @@ class RankFacts:
 def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool) -> RankFacts:
     """Collect the facts of this process and its host.
 
-    Parameters
-    ----------
-    gpu : int
-        Index of the GPU that a job would use, among those visible to this rank.
-    with_mpi : bool
-        False if calling MPI would end the process.
+    gpu : index of the GPU that a job would use, among those visible to this rank.
+    with_mpi : False if calling MPI would end the process.
     """
     return RankFacts(
         rank=rank,

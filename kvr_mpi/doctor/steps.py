@@ -18,8 +18,7 @@ from kvr_mpi.doctor import devices, folder, links, ranks
 from kvr_mpi.doctor.deadlines import SilentError, gather_tried, wait_for_all, within
 from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, DeviceFacts, RankFacts, look_at_rank
 from kvr_mpi.doctor.findings import Finding, fail
-from kvr_mpi.doctor.launch import MISMATCH_REMEDY, DoctorOptions
-from kvr_mpi.doctor.process import Reporter
+from kvr_mpi.doctor.launch import MISMATCH_REMEDY, DoctorOptions, Reporter
 from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
 from kvr_mpi.model.devices import visible_gpus
 from kvr_mpi.plain import from_plain
@@ -124,15 +123,9 @@ def examine(
 ) -> bool:
     """Run all steps on this rank; rank 0 reports the findings.
 
-    Parameters
-    ----------
-    launch : Finding or None
-        Why the ranks could not be connected; this rank is then examined alone, without calling MPI.
+    launch : why the ranks could not be connected; this rank is then examined alone, without calling MPI.
 
-    Returns
-    -------
-    bool
-        Whether all ranks still respond, so that MPI_Finalize will not hang.
+    Returns whether all ranks still respond, so that MPI_Finalize will not hang.
     """
 
     def report(findings: list[Finding]) -> None:

@@ -50,6 +50,8 @@ def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
     if {QKV, GATE_UP} & config.base_model_tp_plan.keys():
         return "its matrices are fused"
     seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
+    if shape.has_latents:
+        return "its heads share the latents that it caches"
     if seen or shape.has_states or not all(layer.elements for layer in shape.layers):
         return f"not all its layers see all tokens ({', '.join(sorted(seen)) or 'some keep no keys and values'})"
     return None

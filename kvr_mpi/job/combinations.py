@@ -232,7 +232,7 @@ SPECIAL: Mapping[str, Callable[[JobSpec], bool]] = {
     CHUNKS: lambda job: job.chunk_tokens != "auto",
     TABLE: lambda job: job.parallel.table is not None,
     PROMPTS: lambda job: bool(job.prompts),
-    SHARED_QUESTIONS: lambda job: job.questions is not None and job.is_spread,
+    SHARED_QUESTIONS: lambda job: job.questions is not None and job.is_sharded,
     SCORE_COLUMN: lambda job: job.generation.score_column is not None,
     NO_ANSWER: lambda job: (
         job.generation.max_new_tokens == 0 and not job.generation.scores and job.output.reads is None

@@ -321,7 +321,7 @@ class JobSpec(Strict):
         return self.prompt.template if isinstance(self.prompt.template, dict) else {}
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether keys and values are sharded over the ranks of a chain, which decode together."""
         return self.output.kv == "sharded" or (
             self.questions is not None and self.ranks_per_chain != self.parallel.tensor_parallel
@@ -330,7 +330,7 @@ class JobSpec(Strict):
     @property
     def decodes_together(self) -> bool:
         """Whether the ranks of a chain communicate in every layer of a decode step."""
-        return self.is_spread or self.decode.mode == "head-parallel"
+        return self.is_sharded or self.decode.mode == "head-parallel"
 
     @property
     def is_plain(self) -> bool:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,13 @@ def attend(
 
     The last query is aligned with the last key.
     """
+    if params.expand is not None:
+        if keys.shape[1] < query.shape[1]:  # cached latents; new tokens come expanded
+            keys, values = params.expand(keys, values)
+        dim = values.shape[-1]
+        values = torch.nn.functional.pad(values, (0, max(0, keys.shape[-1] - dim)))  # kernels take one dimension
+        part = attend(query, keys, values, replace(params, expand=None), causal=causal, window=window)
+        return PartialAttention(part.out[..., :dim], part.lse)
     if params.kernel is not None and params.is_plain and params.kernel.takes(query, keys, values):
         return PartialAttention(*params.kernel.attend(query, keys, values, params.scale, causal=causal, window=window))
     before = keys.shape[2] - query.shape[2]

@@ -205,7 +205,7 @@ class SliceLayer(RowLayer):
             part = attend_ranges(query, ranges, self.rows, seen, params)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
-        return whole.reshape(*shape[:-1], self.shape.value_dim)
+        return whole.reshape(*shape[:-1], self.shape.out_dim)
 
     def _observe(self, query: torch.Tensor, window: Range) -> None:
         """Keep the queries (1, heads, tokens, head_dim) of window tokens, after those kept from earlier chunks.
@@ -511,7 +511,8 @@ class SliceRow(RowCache):
             return
         is_end, through = layer_idx == len(self.layers), self.layers[max(self._begun, 0) : layer_idx]
         if not is_end:
-            self.clock.mark("layer", layer_idx - self._begun)  # those without keys begin with the next that has them
+            for begun in range(self._begun + 1, layer_idx + 1):  # those without keys begin with the next that has them
+                self.clock.mark("layer", begun)
         self._begun = layer_idx
         for layer in through:
             if layer.shape.states:

@@ -7,7 +7,6 @@ all: `LayerTransfers` makes messages of the `Forwarder` of its hops, and `chain.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from kvr_mpi.kv.clock import Clock, Wait
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition, cut_range
 from kvr_mpi.topology import Rotation
-from kvr_mpi.trace import Span
 from kvr_mpi.transport.base import FIRST_PROMPT_TAG
 from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
@@ -238,22 +236,17 @@ class PromptTransfers:
             )
         self.clock = Clock(forwarder.device)
         self.sent_bytes = 0  # including forwarded bytes
-        with self.waiting("send"):
+        with self.waiting("send wait"):
             self._turn = forwarder.begin()
 
     @contextmanager
     def waiting(self, kind: Wait, layer_idx: int = -1, peer: int = -1) -> Iterator[None]:
         """Count the time of a block as waiting for a rank of the chain, or for the link."""
-        began_s = time.perf_counter()
-        self.clock.mark(kind)
+        self.clock.mark(kind, layer_idx, peer)
         try:
             yield
         finally:
-            self.clock.mark("go on")
-        recorder, ended_s = self.forwarder.recorder, time.perf_counter()
-        recorder.add(
-            Span("wait" if kind == "receive" else "send wait", began_s, ended_s, recorder.prompt, layer_idx, peer)
-        )
+            self.clock.mark("continue")
 
     def tag(self, layer_idx: int, segment: int) -> int:
         """Return the tag of a segment's messages, unique among this prompt and its neighbors."""
@@ -330,7 +323,7 @@ class LayerTransfers:
             segments = [segment for segment in self._arriving if segment != STATES]
         for segment in segments:
             transfer = self._arriving.pop(segment)
-            with self.prompt.waiting("receive", self.layer_idx, transfer.span.peer):
+            with self.prompt.waiting("wait", self.layer_idx, transfer.span.peer):
                 self.prompt.forwarder.wait(transfer)
 
     def is_through(self, *, wait: bool) -> bool:
@@ -339,7 +332,7 @@ class LayerTransfers:
         if not wait:
             forwarder.progress()
             return all(transfer.through for transfer in self.posted.values())
-        with self.prompt.waiting("send", self.layer_idx):
+        with self.prompt.waiting("send wait", self.layer_idx):
             for transfer in self.posted.values():
                 forwarder.wait(transfer, through=True)
         return True

@@ -77,7 +77,7 @@ def check_rolling(shape: ModelShape, rolling: Rolling, *, in_parts: bool) -> Non
 
     Raises `ModelError` if it cannot, with the layer that sees too much and the setting to change.
     """
-    if shape.has_states or not in_parts or any(not layer.elements for layer in shape.layers):
+    if shape.has_states or shape.has_latents or not in_parts or any(not layer.elements for layer in shape.layers):
         raise ModelError(
             f"{shape.architecture}: a rolling cache needs a model whose attention can be replaced in every layer; "
             "set cache.kind = 'whole'"

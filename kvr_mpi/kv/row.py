@@ -28,7 +28,8 @@ from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model import LayerShape
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.model.layer_chunks import UnreadError
-from kvr_mpi.model.unit_table import Picks, Unit, UnitTable
+from kvr_mpi.model.masks import Visibility
+from kvr_mpi.model.unit_table import Integers, Unit, UnitTable
 
 Reads = Literal["all", "last", "nothing"]
 Merge = Callable[[PartialAttention], PartialAttention]
@@ -75,7 +76,7 @@ class Row(RowCache):
         assert not (self.is_paged and self._is_rolling), "rolling caches move their rows, which tables do not follow"
         self._units: dict[int, UnitTable] = {}
         self._groups: dict[int, list[Common]] = {}
-        self._growing: dict[int, list[tuple[int, RowSpan]]] = {}
+        self._new: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values that are not written yet
         kept = [idx for idx, shape in enumerate(first.shapes) if shape.elements]
         self._last_layer = kept[-1] if kept else -1
         super().__init__(
@@ -91,7 +92,7 @@ class Row(RowCache):
         self.tokens, self._table = list(tokens), None
         self.bounds = list(itertools.pairwise(itertools.accumulate(self.tokens, initial=0)))
         self._numbers = np.repeat(np.arange(len(self.tokens)), self.tokens)
-        self._picks: dict[bytes, Picks] = {}
+        self._bounds = np.array([0, *(last for _, last in self.bounds)])
         self.__dict__.pop("_edges", None)
 
     def begin(self) -> Sequence[int]:
@@ -99,10 +100,11 @@ class Row(RowCache):
 
         Raises `ValueError` if one has no room for its new tokens.
         """
-        self.current, self._is_advanced = None, False
+        self.current, self._new, self._is_advanced = None, None, False
         self.lengths = [sequence.length for sequence in self.sequences]
         pairs = zip(self.lengths, self.tokens, strict=True)
         self.before = [length + at for length, tokens in pairs for at in range(tokens)]
+        self._whole, self._firsts = np.array(self.before) + 1, dict[Visibility, Integers]()
         # All that its tokens see is in the row.
         self._begins = self.merge is None and not self._is_rolling and not any(self.lengths)
         for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
@@ -151,7 +153,7 @@ class Row(RowCache):
 
     @functools.cached_property
     def _edges(self) -> torch.Tensor:
-        return torch.tensor([0, *(last for _, last in self.bounds)], dtype=torch.int32, device=self.device)
+        return torch.tensor(self._bounds, dtype=torch.int32, device=self.device)
 
     def advance_table(self, lengths: torch.Tensor) -> None:
         """Begin a step of paged sequences, given `before` (slots,), int64 on the device."""
@@ -171,14 +173,10 @@ class Row(RowCache):
                 self.advance_table(torch.tensor(self.before, device=self.device))
             assert self._table is not None, "the step has begun"
             self._table.write(at, keys, values)
-        elif self.is_step and not self._is_rolling:
-            self._write_step(at, keys, values)
         else:
-            for sequence, length, (first, last) in zip(self.sequences, self.lengths, self.bounds, strict=True):
-                sequence.open(at)
-                if sequence.rolling is not None:
-                    sequence.make_room(at, last - first)
-                sequence.write(at, length, keys[:, :, first:last], values[:, :, first:last])
+            self._new = keys, values
+            if not self.is_step:
+                self._write(at)
         if self.in_parts:
             return keys, values
         self.current = None
@@ -193,8 +191,9 @@ class Row(RowCache):
         layer if nothing of its output is used.
         """
         if self._reads == "nothing" and layer.layer_idx == self._last_layer:
+            self._write(layer.layer_idx)
             raise UnreadError
-        shape, dim, seen = query.shape, layer.shape.value_dim, layer.shape.visibility
+        shape, dim, seen = query.shape, layer.shape.out_dim, layer.shape.visibility
         if self.bounds[-1][1] == 1:  # heads may come folded into the query length
             query = query.reshape(1, -1, 1, shape[-1])
         part: PartialAttention | None = None
@@ -206,6 +205,7 @@ class Row(RowCache):
                 raise ModelError(f"layer {layer.layer_idx} does not attend by pages, but sequence by sequence")
             else:
                 part = self._attend_units(layer, query, params)
+                self._write(layer.layer_idx)
         elif query.shape[2] != self.bounds[-1][1]:
             raise ModelError(f"layer {layer.layer_idx}: {query.shape[2]} queries for {self.bounds[-1][1]} tokens")
         elif self._begins and seen.chunk is None and takes_flash(query, values, params):
@@ -216,66 +216,52 @@ class Row(RowCache):
             part = self.merge(part)
         return part.finish(params).to(query.dtype).reshape(*shape[:-1], dim)
 
-    def _write_step(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append the tokens of a step, with one call for all of them."""
-        growing = self._growing.get(at)
-        if growing is None:
-            rows = enumerate(self.sequences)
-            growing = [(number, span) for number, sequence in rows for span in sequence.open(at) if span.grows]
-            self._growing[at] = growing
-        places, tokens = list[torch.Tensor](), list[torch.Tensor]()
-        of_keys, of_values = (torch.split(each[0], self.tokens, 1) for each in (keys, values))
-        heads = keys.shape[1]
-        for number, span in growing:
-            row, token = span.filled + self.lengths[number], (of_keys[number], of_values[number])
-            pair = span.pair
-            places += (each.narrow(1, row, self.tokens[number]) for each in pair)
-            tokens += token if len(pair[0]) == heads else (each[span.heads] for each in token)
-        if places:
-            torch._foreach_copy_(places, tokens)
+    def _write(self, at: int) -> None:
+        """Write new tokens sequence by sequence, unless that is done."""
+        if self._new is None:
+            return
+        (keys, values), self._new = self._new, None
+        for sequence, length, (first, last) in zip(self.sequences, self.lengths, self.bounds, strict=True):
+            sequence.open(at)
+            if sequence.rolling is not None:
+                sequence.make_room(at, last - first)
+            sequence.write(at, length, keys[:, :, first:last], values[:, :, first:last])
 
     def _attend_units(self, layer: RowLayer, query: torch.Tensor, params: AttentionParams) -> PartialAttention | None:
-        """Attend with our kernel; None if it does not support the layer."""
+        """Write the new tokens of a step and attend with our kernel; None if it does not support the layer."""
         at, seen, kernel = layer.layer_idx, layer.shape.visibility, params.kernel
         if kernel is None or not params.is_plain or self.is_paged or self._is_rolling:
             return None
-        groups, table = self._common(at), self._units.get(at)
+        table = self._units.get(at)
         if table is None:
-            common = {span.block for _, _, spans in groups for span in spans}
-            table = self._units[at] = self._unit_table(at, layer.shape, common)
+            table = self._units[at] = self._unit_table(at, layer.shape)
         if not kernel.takes_units(query, table):
             return None
-        firsts = None if seen.size is None else np.array([seen.first_key(before) for before in self.before])
-        picks = None
-        if len(self.before) > len(self.sequences):
-            picks = self._picks.get(table.layout)
-            if picks is None:
-                picks = self._picks[table.layout] = table.pick(self._numbers)
-        lengths = np.array(self.before) + 1
-        out, lse = kernel.library.attend_units(query, table, lengths, params.scale, firsts, picks)
-        part = PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
-        for begin, end, spans in groups:
-            first, last = self.bounds[begin][0], self.bounds[end - 1][1]
-            found = attend_spans(query[:, :, first:last], spans, 0, params, layer.shape)
-            assert found is not None, "they have rows"
-            joined = found.merge(part.cut(first, last))
-            part.out[:, :, first:last], part.lse[:, :, first:last] = joined.out, joined.lse
-        return part
+        if self._new is not None and not kernel.library.takes_new(*self._new, table):
+            self._write(at)
+        firsts = None
+        if seen.size is not None and (firsts := self._firsts.get(seen)) is None:
+            firsts = self._firsts[seen] = np.array([seen.first_key(before) for before in self.before])
+        of_step = self._whole, params.scale, firsts, self._bounds, self._new
+        (out, lse), self._new = kernel.library.attend_units(query, table, *of_step), None
+        return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
 
-    def _unit_table(self, at: int, shape: LayerShape, common: set[Block]) -> UnitTable:
-        """Make the table of our kernel, without the rows of some blocks."""
-        units = list[Unit]()
+    def _unit_table(self, at: int, shape: LayerShape) -> UnitTable:
+        """Make the table of our kernel; adjacent sequences that continue the same rows share their units."""
+        runs, latest = list[tuple[RowSpan, list[int]]](), dict[tuple[int, int], list[int]]()
         for number, sequence in enumerate(self.sequences):
-            if not sequence.attends(at):
-                continue
-            of_head: dict[int, list[Unit]] = {}
-            for span in sequence.open(at):
-                if span.block not in common:
-                    heads = range(span.head, span.heads.stop)
-                    for head, keys, values in zip(heads, span.keys.unbind(0), span.values.unbind(0), strict=True):
-                        unit = Unit(number, head, keys, values, span.filled, span.grows, span.first)
-                        of_head.setdefault(head, []).append(unit)
-            units += [unit for head in sorted(of_head) for unit in of_head[head]]
+            for span in sequence.open(at) if sequence.attends(at) else ():
+                rows = span.keys.data_ptr(), -1 - number if span.grows else span.filled
+                numbers = latest.get(rows)
+                if numbers is None or numbers[-1] != number - 1:
+                    numbers = latest[rows] = []
+                    runs.append((span, numbers))
+                numbers.append(number)
+        units = [
+            Unit(numbers[0], head, keys, values, span.filled, span.grows, span.first, len(numbers))
+            for span, numbers in runs
+            for head, keys, values in zip(range(span.head, span.heads.stop), *span.pair, strict=True)
+        ]
         return UnitTable(len(self.sequences), shape.num_kv_heads, units)
 
     def _attend_packed(
@@ -334,7 +320,7 @@ class Row(RowCache):
             if before is not None:
                 part = before if part is None else part.merge(before)
             if part is None:
-                sizes = (1, query.shape[1], last - first, layer.shape.value_dim)
+                sizes = (1, query.shape[1], last - first, layer.shape.out_dim)
                 part = PartialAttention.of_nothing(sizes, self.device)
             parts.append(part)
         return PartialAttention.join(parts)
@@ -418,7 +404,7 @@ def attend_spans(
             continue
         heads = slice(span.head * group, span.heads.stop * group)
         if part is None:
-            part = PartialAttention.of_nothing((*query.shape[:-1], shape.value_dim), query.device)
+            part = PartialAttention.of_nothing((*query.shape[:-1], shape.out_dim), query.device)
         before = PartialAttention(part.out[:, heads], part.lse[:, heads])
         after = before.merge(attend(query[:, heads], keys, values, params))
         part.out[:, heads], part.lse[:, heads] = after.out, after.lse

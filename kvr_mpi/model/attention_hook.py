@@ -26,7 +26,7 @@ from kvr_mpi.model.layer_chunks import cut_layers
 from kvr_mpi.model.masks import check_mask, request_mask
 from kvr_mpi.model.rope import embed_whole_lengths
 from kvr_mpi.model.running import ChunkLengths, running
-from kvr_mpi.model.shape import CACHE_ARGUMENTS, LayerShape
+from kvr_mpi.model.shape import CACHE_ARGUMENTS, EXPAND, LayerShape
 
 ATTENTION = "kvr"
 
@@ -39,17 +39,19 @@ class AttentionParams:
     softcap : bound of the scores, by tanh (Gemma 2).
     sinks : one learned score per head (heads,) that takes part in the softmax but has no value (gpt-oss).
     kernel : attention kernel that is faster than torch's for some shapes.
+    expand : makes the keys and values of all heads from cached latents (1, 1, tokens, dim), if a layer keeps these.
     """
 
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     kernel: CpuAttention | None = None
+    expand: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are just scaled products, as kernels compute them; sinks are added afterwards."""
-        return self.softcap is None
+        """Whether scores are just scaled products with cached keys, as kernels compute them; sinks are added later."""
+        return self.softcap is None and self.expand is None
 
 
 class AttendingLayer(Protocol):
@@ -146,7 +148,8 @@ def _attention(
         raise ModelError("its attention is not causal")
     if kv_chain.prefilling and not query.is_meta:  # masks on meta have no values
         check_mask(attention_mask, layer.shape.visibility, sliding_window)
-    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, kv_kernel)
+    expand = getattr(module, EXPAND) if layer.shape.expanded_dim else None
+    params = AttentionParams(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, kv_kernel, expand)
     out = layer.attend(query, key, value, params)
     return out.transpose(1, 2), None
 

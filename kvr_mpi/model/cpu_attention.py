@@ -21,7 +21,7 @@ from kvr_mpi.model.kernels import ATTENTION_SLOT, PLAIN, Ways, way_for
 from kvr_mpi.model.kernels import named as _named
 from kvr_mpi.model.narrow_product import BLOCK, LAYOUTS, LEAST_OUTS, NarrowWeights
 from kvr_mpi.model.row_functions import RowFunctions
-from kvr_mpi.model.unit_table import COUNT, LSE, OUT, QUERY, Integers, Picks, Unit, UnitTable
+from kvr_mpi.model.unit_table import Integers, Unit, UnitTable
 
 # All sources form one library, together with the matrix products.
 _NAMES = (
@@ -36,6 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = DTYPES[1:]
 # Sizes and strides, in the order of the C++ structure's fields.
 _SIZES = "group queries keys dim query_head query_row key_row value_row out_head out_row".split()
+_STEP_SIZES = "units documents heads group dim query_head query_row key_head key_row value_head value_row kind".split()
 
 
 class _Shape(ctypes.Structure):
@@ -57,9 +58,9 @@ class _Layer(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("units", "group", "dim", "query_head")),
+        *((name, ctypes.c_void_p) for name in "query keys values out lse edges lengths firsts".split()),
+        *((name, ctypes.c_int64) for name in _STEP_SIZES),
         ("scale", ctypes.c_float),
-        ("kind", ctypes.c_int64),
     )
 
 
@@ -123,8 +124,8 @@ class KernelLibrary:
         library, self.identity = ctypes.CDLL(str(file)), file.parent.name
         self._tiled = PrefillAttention(library, "kvr_attention")
         self.amx = amx_attention(library)
-        self._decode, self._piece = library.kvr_decode_attention, int(library.kvr_decode_piece())
-        self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p] * 3 + [ctypes.c_int64]
+        self._decode = library.kvr_decode_attention
+        self._decode.restype, self._decode.argtypes = ctypes.c_int64, [ctypes.c_void_p] * 2 + [ctypes.c_int64]
         self.multiple = int(library.kvr_attention_multiple())
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._narrow: dict[torch.dtype, Any] = {}
@@ -157,15 +158,22 @@ class KernelLibrary:
         return self.amx is not None and query.dtype == torch.bfloat16 and _fit(query, keys, values)
 
     def takes_units(self, query: torch.Tensor, table: UnitTable) -> bool:
-        """Whether the kernel supports one query per head of several documents."""
-        if not table.units or type(query) is not torch.Tensor or query.stride(-1) != 1 or query.device.type != "cpu":
+        """Whether the kernel supports these queries of several documents."""
+        dim, dtype = query.shape[-1], query.dtype
+        if type(query) is not torch.Tensor or query.device.type != "cpu" or query.stride(-1) != 1:
             return False
-        dim, dtype, unit = query.shape[-1], query.dtype, table.units[0]
-        of_one_kind = all(
-            type(each) is torch.Tensor and each.dtype == dtype and each.shape[-1] == dim and each.stride(-1) == 1
-            for each in (unit.keys, unit.values)
+        return table.dtype == dtype and table.dim == dim and dim % self.multiple == 0 and dtype in DTYPES
+
+    def takes_new(self, keys: torch.Tensor, values: torch.Tensor, table: UnitTable) -> bool:
+        """Whether the kernel writes these keys and values of new tokens."""
+        return all(
+            type(each) is torch.Tensor
+            and each.dtype == table.dtype
+            and each.shape[-1] == table.dim
+            and each.device.type == "cpu"
+            and each.stride(-1) == 1
+            for each in (keys, values)
         )
-        return of_one_kind and dim % self.multiple == 0 and dtype in DTYPES
 
     def attend(
         self,
@@ -203,34 +211,43 @@ class KernelLibrary:
         lengths: Integers,
         scale: float,
         firsts: Integers | None = None,
-        picks: Picks | None = None,
+        edges: Integers | None = None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend from one query per head of several documents, or from several, each KV head to its units.
 
         query : (1, heads, queries, head_dim).
         table : `takes_units` must be True.
-        lengths : of each query's document (queries,), which determine the units' rows.
+        lengths : of each query's document (queries,), which determine the units' rows; ascending within a document.
         firsts : first position that each query attends to (queries,); None: all positions.
-        picks : the units of each query (`UnitTable.pick`); None: one query of each document.
+        edges : the range of each document's queries (documents + 1,); None: one query of each document.
+        new : keys and values of the queries' own tokens (1, kv_heads, queries, head_dim), written to the last row of
+            their units that grow; `takes_new` must be True. None: they are there.
 
         Returns the output (queries, heads, head_dim) and log-sum-exp (queries, heads), float32; zero and minus
-        infinity for heads without a unit.
+        infinity for heads without a unit. Raises `ValueError` if a unit has no rows, or more rows than its capacity.
         """
-        (_, heads, queries, dim), group = query.shape, query.shape[1] // table.kv_heads
-        out = (torch.empty if table.is_complete else torch.zeros)(queries, heads, dim)
-        lse = torch.empty(queries, heads)
-        if not table.is_complete:
-            lse.fill_(float("-inf"))
-        size, (_, by_head, by_query, _) = query.element_size(), query.stride()
-        head, of_query = (table.head, table.document) if picks is None else (table.head[picks[0]], picks[1])
-        units, at = table.rows(lengths, firsts, size, picks), of_query * heads + head * group
-        units[:, QUERY] = query.data_ptr() + (of_query * by_query + head * (group * by_head)) * size
-        units[:, OUT], units[:, LSE] = out.data_ptr() + at * (dim * 4), lse.data_ptr() + at * 4
-        pieces = -int((-units[:, COUNT] // self._piece).sum())
-        room = torch.empty((len(units) + pieces) * group * (dim + 2))
-        step = _Step(len(units), group, dim, by_head, scale, DTYPES.index(query.dtype))
+        (_, heads, queries, dim), kv_heads, (_, by_head, by_query, _) = query.shape, table.kv_heads, query.stride()
+        edges = np.arange(queries + 1) if edges is None else edges
+        assert len(edges) == table.documents + 1 and edges[-1] == queries == len(lengths), "a length of each query"
+        out, lse = torch.empty(queries, heads, dim), torch.empty(queries, heads)
+        keys, values = (None, None) if new is None else new
+        pointers = (
+            query.data_ptr(),
+            keys if keys is None else keys.data_ptr(),
+            values if values is None else values.data_ptr(),
+        )
+        arrays = edges.ctypes.data, lengths.ctypes.data, None if firsts is None else firsts.ctypes.data
+        strides = (0,) * 4 if keys is None or values is None else (*keys.stride()[1:3], *values.stride()[1:3])
+        sizes = len(table.rows), table.documents, kv_heads, heads // kv_heads, dim
+        how = *sizes, by_head, by_query, *strides, DTYPES.index(query.dtype), scale
+        step = _Step(*pointers, out.data_ptr(), lse.data_ptr(), *arrays, *how)
         with _named("decode attention"):
-            self._decode(ctypes.byref(step), units.ctypes.data, room.data_ptr(), torch.get_num_threads())
+            wrong = self._decode(ctypes.byref(step), table.rows.ctypes.data, torch.get_num_threads())
+        if wrong:
+            unit = table.units[wrong - 1]
+            rows = f"{unit.filled} rows{' and as many as its document has tokens' if unit.grows else ''}"
+            raise ValueError(f"a unit of {rows} with room for {len(unit.keys)}, of documents of {lengths.tolist()}")
         return out, lse
 
     def multiply(self, rows: torch.Tensor, weights: NarrowWeights) -> torch.Tensor:

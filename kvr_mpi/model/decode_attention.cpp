@@ -1,9 +1,10 @@
-// Exact attention with one query per head, for decoding: keys and values are read once, in place.
+// Exact attention with few queries per document, for decoding: keys and values are read once, in place.
 //
-// A decode step is memory-bound. So all query heads of a group use a key while it is in registers, and nothing is
-// copied or transposed. The heads of all documents are computed in one call. A head's keys are cut into pieces of
-// PIECE, each with its own maximum and sum (flash decoding, Dao et al. 2023). The results of the pieces are merged in
-// order, so the result does not depend on the number of threads.
+// A decode step is memory-bound. So all query heads of a group use a key while it is in registers, all queries of
+// documents that share rows use them while they are in the cache, and nothing is copied or transposed. The heads of all
+// documents are computed in one call, which also writes the new tokens' keys and values. A head's keys are cut into
+// pieces of PIECE, each with its own maximum and sum (flash decoding, Dao et al. 2023). The results of the pieces are
+// merged in order, so the result depends neither on the number of threads nor on the other queries.
 //
 // Keys and values are float32, bfloat16 or float16, widened in registers; sums are always float32.
 //
@@ -14,6 +15,7 @@
 
 #include <atomic>
 #include <limits>
+#include <memory>
 
 constexpr int MOST_ROWS = 4;  // query heads that share a key in registers
 constexpr int BLOCK = 128, PIECE = 2 * BLOCK;  // keys
@@ -21,17 +23,22 @@ constexpr int ROOM = BLOCK + LANES;            // for the scores of a block
 constexpr int AHEAD = 32;  // prefetch distance in rows
 template <typename T> constexpr int64_t LINE = 64 / sizeof(T);  // numbers in a cache line
 
-// One query of each head of a group, which share a KV head of a document. Strides are in elements; of features 1.
+// Rows of a KV head that belong to some adjacent documents, in elements. If they grow, there are `filled` of them and
+// as many as the document has tokens; the last one is the query's own token.
 struct Unit {
-    const void *query, *keys, *values;  // (group, dim), (count, dim), (count, dim)
-    float *out, *lse;                   // (group, dim) without gaps, (group,)
-    int64_t count, key_row, value_row;
+    void *keys, *values;  // (capacity, dim)
+    int64_t key_row, value_row, capacity, filled, grows, position, head, begin, end;
 };
 
+// The queries of documents follow each other. Strides are in elements; those of features are 1.
 struct Step {
-    int64_t units, group, dim, query_head;
-    float scale;
+    const void *query, *keys, *values;         // (heads, queries, dim); of new tokens, or null
+    float *out, *lse;                          // (queries, heads, dim), (queries, heads), without gaps
+    const int64_t *edges, *lengths, *firsts;   // (documents + 1); (queries); (queries) or null: first position seen
+    int64_t units, documents, heads, group, dim;  // KV heads
+    int64_t query_head, query_row, key_head, key_row, value_head, value_row;
     int64_t kind;  // of queries, keys and values
+    float scale;
 };
 
 // The sums of the lanes of ROWS x KEYS vectors, to scores (ROWS, ROOM).
@@ -105,115 +112,169 @@ static void gather(const float *weights, const T *values, int64_t row, int64_t c
     }
 }
 
-// The results of a piece of a head's keys for the queries of its group: sums (group, dim), largest scores, and the
-// sums of weights (group).
+// The results of a piece of a unit's keys for some queries' heads: sums (rows, dim), largest scores, and the sums of
+// weights (rows).
 struct Part {
     float *sums, *most, *total;
 };
 
-// Attend from ROWS queries (group, dim), from `first` on, to a block of a unit's keys, from `begin` on.
+// A unit as some queries see it; each of them sees as many keys as the one before, or more.
+template <typename T> struct Job {
+    const T *keys, *values;
+    int64_t key_row, value_row;
+    int64_t head, first, queries, pieces;
+    const int64_t *counts;  // keys that each query sees
+    std::vector<Part> parts;
+};
+
+// Attend from ROWS queries (rows, dim), from `row` on, to `count` keys, from `begin` on.
 template <int ROWS, typename T>
-static void attend(const Step &s, const Unit &unit, const float *query, int64_t begin, int64_t count, int64_t first,
+static void attend(const Job<T> &job, int64_t dim, const float *query, int64_t begin, int64_t count, int64_t row,
                    const Part &part) {
-    const T *keys = static_cast<const T *>(unit.keys) + begin * unit.key_row;
-    const T *values = static_cast<const T *>(unit.values) + begin * unit.value_row;
     float scores[ROWS * ROOM], keep[ROWS];
-    score<ROWS>(query + first * s.dim, keys, unit.key_row, count, s.dim, scores);
+    score<ROWS>(query + row * dim, job.keys + begin * job.key_row, job.key_row, count, dim, scores);
     const int64_t wide = (count + WIDE - 1) / WIDE * WIDE;
     for (int r = 0; r < ROWS; ++r)
-        keep[r] = weigh(scores + r * ROOM, 0, count, wide, part.most[first + r], part.total[first + r]);
-    float *sums = part.sums + first * s.dim;
+        keep[r] = weigh(scores + r * ROOM, 0, count, wide, part.most[row + r], part.total[row + r]);
+    const T *values = job.values + begin * job.value_row;
+    float *sums = part.sums + row * dim;
     constexpr int PAIRS = ROWS < 4 || LANES == 16 ? 2 : 1;  // as many sums as fit in registers
-    if (s.dim % (PAIRS * WIDE) == 0)
-        gather<ROWS, PAIRS>(scores, values, unit.value_row, count, s.dim, keep, sums);
+    if (dim % (PAIRS * WIDE) == 0)
+        gather<ROWS, PAIRS>(scores, values, job.value_row, count, dim, keep, sums);
     else
-        gather<ROWS, 1>(scores, values, unit.value_row, count, s.dim, keep, sums);
+        gather<ROWS, 1>(scores, values, job.value_row, count, dim, keep, sums);
 }
 
+// Attend from the queries (rows, dim) of a job to a piece of its keys.
 template <typename T>
-static void attend_piece(const Step &s, const Unit &unit, const float *query, int64_t piece, const Part &part) {
-    std::fill_n(part.sums, s.group * s.dim, 0.0f);
-    std::fill_n(part.most, s.group, -std::numeric_limits<float>::max());
-    std::fill_n(part.total, s.group, 0.0f);
-    const int64_t end = std::min(unit.count, (piece + 1) * PIECE);
-    for (int64_t begin = piece * PIECE; begin < end; begin += BLOCK)
-        for (int64_t turns = (s.group + MOST_ROWS - 1) / MOST_ROWS, first = 0, rows; turns > 0; --turns, first += rows) {
-            rows = (s.group - first + turns - 1) / turns;
-            (rows == 4   ? attend<4, T>
-             : rows == 3 ? attend<3, T>
-             : rows == 2 ? attend<2, T>
-                         : attend<1, T>)(s, unit, query, begin, std::min<int64_t>(BLOCK, end - begin), first, part);
-        }
-}
-
-// Merge the pieces of a head's keys, which may be in several units. Sums are pairs of numbers; the output is not.
-template <typename T> static void merge(const Step &s, const Unit &unit, const Part *parts, int64_t pieces) {
-    for (int64_t g = 0; g < s.group; ++g) {
-        float most = parts[0].most[g], total = 0, *out = unit.out + g * s.dim;
-        for (int64_t p = 1; p < pieces; ++p) most = std::max(most, parts[p].most[g]);
-        for (int64_t p = 0; p < pieces; ++p) {
-            const float weight = parts[p].most[g] = std::exp2(parts[p].most[g] - most);
-            total += weight * parts[p].total[g];
-        }
-        for (int64_t d = 0; d < s.dim; d += WIDE) {
-            Lanes sums[2] = {};
-            for (int64_t p = 0; p < pieces; ++p)
-                for (int part = 0; part < 2; ++part)
-                    sums[part] += load(parts[p].sums + g * s.dim + d + part * LANES) * parts[p].most[g];
-            for (int part = 0; part < 2; ++part)
-                for (int l = 0; l < LANES; ++l) out[d + place_in_pair<T>(part, l)] = sums[part][l] / total;
-        }
-        unit.lse[g] = (most + std::log2(total)) / LOG2_E;
-    }
-}
-
-template <typename T> static void attend_all(const Step &s, const Unit *units, float *room, int64_t threads) {
-    std::vector<std::pair<int64_t, int64_t>> tasks;  // unit, piece; adjacent heads take turns
-    std::vector<Part> parts;
-    std::vector<int64_t> firsts{0};  // index of each unit's first part
-    int64_t numbers = 0;
-    float *queries = room, *free = queries + s.units * s.group * s.dim;
-    for (int64_t u = 0; u < s.units; ++u) {
-        const T *query = static_cast<const T *>(units[u].query);
-        for (int64_t g = 0; g < s.group; ++g)  // softmax weights are computed as powers of two
-            for (int64_t d = 0; d < s.dim; d += WIDE) {
-                Lanes pair[2];
-                load_pair(query + g * s.query_head + d, pair);
-                for (int part = 0; part < 2; ++part)
-                    store(queries + (u * s.group + g) * s.dim + d + part * LANES, pair[part] * (s.scale * LOG2_E));
+static void attend_piece(const Job<T> &job, int64_t group, int64_t dim, const float *query, int64_t piece) {
+    const Part &part = job.parts[piece];
+    const int64_t rows = job.queries * group;
+    std::fill_n(part.sums, rows * dim, 0.0f);
+    std::fill_n(part.most, rows, -std::numeric_limits<float>::max());
+    std::fill_n(part.total, rows, 0.0f);
+    for (int64_t begin = piece * PIECE; begin < (piece + 1) * PIECE; begin += BLOCK) {
+        const auto seen = [&](int64_t row) { return std::min<int64_t>(BLOCK, job.counts[row / group] - begin); };
+        for (int64_t row = 0, end; row < rows; row = end) {  // together if they see the same keys
+            const int64_t count = seen(row);
+            for (end = row + group; end < rows && seen(end) == count;) end += group;
+            if (count <= 0) continue;
+            for (int64_t turns = (end - row + MOST_ROWS - 1) / MOST_ROWS, at = row, many; turns > 0; --turns, at += many) {
+                many = (end - at + turns - 1) / turns;
+                (many == 4   ? attend<4, T>
+                 : many == 3 ? attend<3, T>
+                 : many == 2 ? attend<2, T>
+                             : attend<1, T>)(job, dim, query, begin, count, at, part);
             }
-        for (int64_t piece = 0; piece * PIECE < units[u].count; ++piece, free += s.group * (s.dim + 2))
-            parts.push_back({free, free + s.group * s.dim, free + s.group * (s.dim + 1)});
-        firsts.push_back(parts.size());
-        numbers += units[u].count * s.dim;
+        }
     }
-    const int64_t all = parts.size();
-    for (int64_t u = 0, end; u < s.units; u = end) {
-        const auto keys_of = [&](int64_t v) { return static_cast<const T *>(units[v].keys); };
-        for (end = u + 1; end < s.units && firsts[end + 1] - firsts[end] == firsts[u + 1] - firsts[u]; ++end)
-            if (keys_of(end) < keys_of(u) || keys_of(end) >= keys_of(u) + units[u].key_row) break;
-        for (int64_t piece = 0; piece < firsts[u + 1] - firsts[u]; ++piece)
-            for (int64_t v = u; v < end; ++v) tasks.push_back({v, piece});
+}
+
+// Merge the parts of a query head. Sums are pairs of numbers; the output is not.
+template <typename T>
+static void merge(const std::vector<std::pair<const Part *, int64_t>> &parts, int64_t dim, float *out, float *lse) {
+    float most = -std::numeric_limits<float>::infinity(), total = 0;
+    for (const auto &[part, row] : parts) most = std::max(most, part->most[row]);
+    for (const auto &[part, row] : parts) {
+        const float weight = part->most[row] = std::exp2(part->most[row] - most);
+        total += weight * part->total[row];
     }
-    std::atomic<int64_t> next{0};
+    for (int64_t d = 0; d < dim; d += WIDE) {
+        Lanes sums[2] = {};
+        for (const auto &[part, row] : parts)
+            for (int half = 0; half < 2; ++half)
+                sums[half] += load(part->sums + row * dim + d + half * LANES) * part->most[row];
+        for (int half = 0; half < 2; ++half)
+            for (int l = 0; l < LANES; ++l)
+                out[d + place_in_pair<T>(half, l)] = parts.empty() ? 0 : sums[half][l] / total;
+    }
+    *lse = parts.empty() ? most : (most + std::log2(total)) / LOG2_E;
+}
+
+// Returns 0; or 1 + the index of a unit with fewer than one row or more than its capacity, and nothing is done.
+template <typename T> static int64_t attend_all(const Step &s, const Unit *units, int64_t threads) {
+    const int64_t queries = s.edges[s.documents], rows = s.heads * queries * s.group;
+    std::vector<Job<T>> jobs;
+    std::vector<int64_t> counts;
+    int64_t many = 0;
+    for (const Unit *u = units; u < units + s.units; ++u) many += s.edges[u->end] - s.edges[u->begin];
+    counts.reserve(many), jobs.reserve(s.firsts ? many : s.units);
+    for (const Unit *u = units; u < units + s.units; ++u)
+        for (int64_t first = s.edges[u->begin], last; first < s.edges[u->end]; first = last) {
+            last = s.firsts ? first + 1 : s.edges[u->end];  // with windows, pieces begin where a query's keys do
+            const int64_t *own = counts.data() + counts.size();
+            int64_t skipped = 0;
+            for (int64_t q = first; q < last; ++q) {
+                const int64_t count = u->filled + (u->grows ? s.lengths[q] : 0);
+                if (count < 1 || count > u->capacity) return 1 + (u - units);
+                if (s.firsts) skipped = std::clamp<int64_t>(s.firsts[q] - u->position, 0, count);
+                counts.push_back(count - skipped);
+            }
+            jobs.push_back({static_cast<const T *>(u->keys) + skipped * u->key_row,
+                            static_cast<const T *>(u->values) + skipped * u->value_row, u->key_row, u->value_row,
+                            u->head, first, last - first, (counts.back() + PIECE - 1) / PIECE, own, {}});
+        }
+    for (const Unit *u = units; s.keys && u < units + s.units; ++u)
+        for (int64_t q = s.edges[u->begin]; u->grows && q < s.edges[u->end]; ++q) {
+            const int64_t row = u->filled + s.lengths[q] - 1;
+            const T *key = static_cast<const T *>(s.keys) + u->head * s.key_head + q * s.key_row;
+            const T *value = static_cast<const T *>(s.values) + u->head * s.value_head + q * s.value_row;
+            std::copy_n(key, s.dim, static_cast<T *>(u->keys) + row * u->key_row);
+            std::copy_n(value, s.dim, static_cast<T *>(u->values) + row * u->value_row);
+        }
+
+    std::vector<std::pair<const Job<T> *, int64_t>> tasks;  // and its piece
+    int64_t needed = rows * s.dim, numbers = 0;
+    for (const auto &job : jobs) needed += job.pieces * job.queries * s.group * (s.dim + 2);
+    const std::unique_ptr<float[]> room(new float[needed]);
+    float *scaled = room.get(), *free = scaled + rows * s.dim;
+    for (int64_t row = 0; row < rows; ++row) {  // (KV heads, queries, group)
+        const int64_t head = row / s.group / queries * s.group + row % s.group, q = row / s.group % queries;
+        const T *query = static_cast<const T *>(s.query) + head * s.query_head + q * s.query_row;
+        for (int64_t d = 0; d < s.dim; d += WIDE) {  // softmax weights are computed as powers of two
+            Lanes pair[2];
+            load_pair(query + d, pair);
+            for (int half = 0; half < 2; ++half)
+                store(scaled + row * s.dim + d + half * LANES, pair[half] * (s.scale * LOG2_E));
+        }
+    }
+    for (auto &job : jobs) {
+        const int64_t of_job = job.queries * s.group;
+        job.parts.reserve(job.pieces);
+        for (int64_t piece = 0; piece < job.pieces; ++piece, free += of_job * (s.dim + 2)) {
+            job.parts.push_back({free, free + of_job * s.dim, free + of_job * (s.dim + 1)});
+            tasks.push_back({&job, piece});
+        }
+        numbers += job.pieces * PIECE * of_job * s.dim;
+    }
+    std::atomic<size_t> next{0};
     // One thread per 2^17 numbers: fewer would not repay waking it.
-    in_threads(std::min({threads, 1 + numbers / (1 << 17), all}), [&] {
-        for (int64_t i; (i = next++) < all;) {
-            const auto [u, piece] = tasks[i];
-            attend_piece<T>(s, units[u], queries + u * s.group * s.dim, piece, parts[firsts[u] + piece]);
+    in_threads(std::min<int64_t>({threads, 1 + numbers / s.group / (1 << 17), int64_t(tasks.size())}), [&] {
+        for (size_t i; (i = next++) < tasks.size();) {
+            const auto [job, piece] = tasks[i];
+            const float *query = scaled + (job->head * queries + job->first) * s.group * s.dim;
+            attend_piece<T>(*job, s.group, s.dim, query, piece);
         }
     });
-    for (int64_t u = 0, end; u < s.units; u = end) {  // units with the same output belong to one head
-        for (end = u + 1; end < s.units && units[end].out == units[u].out;) ++end;
-        merge<T>(s, units[u], &parts[firsts[u]], firsts[end] - firsts[u]);
+    std::vector<std::vector<const Job<T> *>> of_query(queries * s.heads);
+    for (const auto &job : jobs)
+        for (int64_t q = job.first; q < job.first + job.queries; ++q) of_query[q * s.heads + job.head].push_back(&job);
+    std::vector<std::pair<const Part *, int64_t>> parts;  // and the row in it
+    for (int64_t row = 0; row < rows; ++row) {
+        parts.clear();
+        const int64_t q = row / s.group / s.heads;
+        for (const auto *job : of_query[row / s.group])
+            for (int64_t piece = 0; piece * PIECE < job->counts[q - job->first]; ++piece)
+                parts.push_back({&job->parts[piece], (q - job->first) * s.group + row % s.group});
+        merge<T>(parts, s.dim, s.out + row * s.dim, s.lse + row);
     }
+    return 0;
 }
 
 extern "C" {
-int64_t kvr_decode_piece() { return PIECE; }
-
-// Room: (units + all their pieces) x group x (dim + 2).
-void kvr_decode_attention(const Step *step, const Unit *units, float *room, int64_t threads) {
-    as_numbers(step->kind, [&](auto number) { attend_all<decltype(number)>(*step, units, room, threads); });
+int64_t kvr_decode_attention(const Step *step, const Unit *units, int64_t threads) {
+    int64_t found = 0;
+    as_numbers(step->kind, [&](auto number) { found = attend_all<decltype(number)>(*step, units, threads); });
+    return found;
 }
 }

@@ -24,6 +24,8 @@ PROBE_ATTENTION = "kvr_probe"
 BUILDING = threading.Lock()
 # Names of a model's cache argument.
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+# The method of transformers' attention modules that expands cached latents to keys and values (DeepSeek V2 and V3).
+EXPAND = "expand_kv"
 # Names of the sizes of embedding tables, in which every token needs a row: the usual table, Gemma 3n's per-layer table
 # (without rows for some image and audio tokens), and Marian's decoder table.
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size")
@@ -54,6 +56,9 @@ class LayerShape:
     """What one layer caches: keys and values per token, states, or nothing (all sizes 0).
 
     Keys and values may have different head sizes.
+
+    expanded_dim : of a layer that caches latents (as one KV head), the head size of the values that attention expands
+        them to; 0: the layer caches keys and values.
     """
 
     num_kv_heads: int = 0
@@ -61,6 +66,12 @@ class LayerShape:
     value_dim: int = 0
     visibility: Visibility = FULL
     states: tuple[StateShape, ...] = ()
+    expanded_dim: int = 0
+
+    @property
+    def out_dim(self) -> int:
+        """Elements of the output of each query head."""
+        return self.expanded_dim or self.value_dim
 
     @property
     def elements(self) -> int:
@@ -92,6 +103,11 @@ class ModelShape:
     why_whole: str | None = None
     padding_id: int | None = None
     counts_cache: bool = False
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether some layer caches latents, which its attention expands to the keys and values of heads."""
+        return any(layer.expanded_dim for layer in self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -211,8 +227,11 @@ def shape_of(model: Any, dtype: torch.dtype) -> ModelShape:
 def _find_shape(model: Any) -> ModelShape:
     """Find a model's shape with one byte for each key and value."""
     architecture, text = type(model).__name__, model.config.get_text_config()
-    cache, seen, why_whole = _probe(model)
+    cache, seen, expanded, why_whole = _probe(model)
     layers = [_layer_shape(layer, architecture) for layer in cache.layers]
+    for idx, dim in expanded.items():
+        if layers[idx].num_kv_heads == 1:
+            layers[idx] = replace(layers[idx], expanded_dim=dim)
     if not any(layer.elements or layer.states for layer in layers):
         raise ModelError(
             f"{architecture} fills no cache of keys and values or states: it is an encoder, or keeps its state "
@@ -239,8 +258,10 @@ def _find_shape(model: Any) -> ModelShape:
     )
 
 
-def _probe(model: Any) -> tuple[Any, dict[int, Visibility], str | None]:
+def _probe(model: Any) -> tuple[Any, dict[int, Visibility], dict[int, int], str | None]:
     """Run one token on ``meta``; return the filled cache, the keys that each layer sees, and why these are unknown.
+
+    Before the reason: of layers that may cache latents, the head size of their expanded values.
 
     They come from the masks that layers request of our attention. Models without a pluggable attention function are
     checked when they run (``attention_hook``).
@@ -249,6 +270,7 @@ def _probe(model: Any) -> tuple[Any, dict[int, Visibility], str | None]:
     from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
     seen: dict[int, Visibility] = {}
+    expanded: dict[int, int] = {}
     chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -258,6 +280,8 @@ def _probe(model: Any) -> tuple[Any, dict[int, Visibility], str | None]:
         if isinstance(layer_idx, int):  # chunked masks have no values on ``meta``, and are recognised by their size
             is_chunked = chunk is not None and attention_mask.is_plain and attention_mask.local_size == chunk
             seen[layer_idx] = Visibility(chunk=chunk) if is_chunked else attention_mask.visibility()
+            if hasattr(module, EXPAND) and key.shape[1] > 1:
+                expanded[layer_idx] = value.shape[3]
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     ways = [PROBE_ATTENTION] * model._supports_attention_backend + ["sdpa"] * model._supports_sdpa + ["eager"]
@@ -277,7 +301,8 @@ def _probe(model: Any) -> tuple[Any, dict[int, Visibility], str | None]:
                     kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
                     failures.setdefault(way, f"{kind}{error}")
                 else:
-                    return cache, seen if way == PROBE_ATTENTION else {}, failures.get(PROBE_ATTENTION)
+                    is_known = way == PROBE_ATTENTION
+                    return cache, *((seen, expanded) if is_known else ({}, {})), failures.get(PROBE_ATTENTION)
     reason = failures.get("sdpa", failures["eager"])
     raise ModelError(f"{type(model).__name__} cannot be run on one token with a cache of transformers' ({reason})")
 

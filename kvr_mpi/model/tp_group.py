@@ -5,8 +5,10 @@ communicate in every all-reduce over the group (Megatron-LM, Shoeybi et al. 2019
 two all-reduces would leave the others waiting. So before each all-reduce, all ranks exchange a status word; a failed
 rank sends its failure instead, and the others fail at the same point. With NCCL, GPUs all-reduce without their hosts:
 the status is exchanged once, at the end of a prefill or a step, and a failure that arrives earlier aborts the
-all-reduces. If a rank runs out of memory or cannot read stored data, the others raise the same error, so that all ranks
-of the group handle it in the same way: they split the work, or continue with the next prompt.
+all-reduces. Such all-reduces can also be recorded in a CUDA graph, which is void after a failure.
+
+If a rank runs out of memory or cannot read stored data, the others raise the same error, so that all ranks of the group
+handle it in the same way: they split the work, or continue with the next prompt.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class TensorParallelGroup:
     tell : sends a status word to all ranks, and returns every rank's, in rank order.
     hears : returns whether another rank has sent a failure, so that sums are aborted; None: words are exchanged before
         every sum.
+    keep_graph : called with each CUDA graph before sums are recorded in it; None: sums cannot be recorded.
+    failures : number of failures of any rank so far. Graphs that were recorded before the last one are void.
     """
 
     def __init__(
@@ -48,10 +52,12 @@ class TensorParallelGroup:
         tell: Callable[[int], Sequence[int]],
         is_memory_error: Callable[[BaseException], bool],
         hears: Callable[[], bool] | None = None,
+        keep_graph: Callable[[Any], None] | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._reduce, self._tell, self._is_memory_error = reduce, tell, is_memory_error
-        self._hears = hears
+        self._hears, self._keep_graph, self.failures = hears, keep_graph, 0
+        self._is_recording = False  # in a block of `recording`
         self.is_alone = False  # in a block of `alone`
         self._all_know = False  # of the failure in the current `guarded` block
         self._thread = threading.get_ident()
@@ -71,8 +77,10 @@ class TensorParallelGroup:
                 "an all-reduce of a tensor-parallel group was called from a second thread; expected the thread "
                 "that made the group"
             )
-        if self._hears is None or self._hears():
-            self._meet(GOES_ON)
+        if self._is_recording:
+            self._reduce(total)
+            return total
+        self.raise_failures()
         try:
             self._reduce(total)
         except Exception as error:  # the other ranks wait for data, so the failure cannot be announced
@@ -83,6 +91,35 @@ class TensorParallelGroup:
                 f"an all-reduce over the {self.size} ranks of a tensor-parallel group failed: {error}"
             ) from error
         return total
+
+    def raise_failures(self) -> None:
+        """Raise the error of `guarded` if another rank has failed; call it before sums that are recorded."""
+        if self._hears is None or self._hears():
+            self._meet(GOES_ON)
+
+    @property
+    def can_record(self) -> bool:
+        """Whether sums can be recorded in a CUDA graph."""
+        return self._keep_graph is not None
+
+    @contextmanager
+    def recording(self, graph: Any) -> Iterator[None]:
+        """Record the sums of the block in a CUDA graph; ranks neither wait for each other nor look for failures."""
+        assert self._keep_graph is not None, "sums can be recorded"
+        self._keep_graph(graph)
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False
+
+    def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Return the largest of all ranks' integers at each place; every rank calls this."""
+        own = self.rank * len(numbers)
+        every = [0] * (self.size * len(numbers))
+        every[own : own + len(numbers)] = numbers
+        found = self.total(every, device)
+        return [max(found[place :: len(numbers)]) for place in range(len(numbers))]
 
     def total(self, counts: Sequence[int], device: torch.device) -> list[int]:
         """Sum integers over the group on its device."""
@@ -129,6 +166,7 @@ class TensorParallelGroup:
         self._all_know = True  # if this exchange fails, no rank would answer a second one
         words = list(self._tell(word))
         self._all_know = {*words} != {GOES_ON}
+        self.failures += self._all_know
         failures = {*words} - {GOES_ON, word}
         if not failures:
             return
@@ -148,6 +186,11 @@ class TensorParallelGroup:
 def guarded(tp_group: TensorParallelGroup | None) -> AbstractContextManager[Any]:
     """Run a block on all ranks of a group, if there is one (`TensorParallelGroup.guarded`)."""
     return nullcontext() if tp_group is None else tp_group.guarded()
+
+
+def recording(tp_group: TensorParallelGroup | None, graph: Any) -> AbstractContextManager[Any]:
+    """Record the sums of a block in a CUDA graph, if there are any (`TensorParallelGroup.recording`)."""
+    return nullcontext() if tp_group is None else tp_group.recording(graph)
 
 
 @contextmanager

@@ -93,25 +93,27 @@ class Footprint:
         return 1.0 if self.on_gpu else HEAP_SHARE
 
     def route_bytes(
-        self, route: Route, *, reserve_tokens: int = 0, is_spread: bool = False, drop: PlannedDrop | None = None
+        self, route: Route, *, reserve_tokens: int = 0, is_sharded: bool = False, drop: PlannedDrop | None = None
     ) -> int:
         """Peak bytes of a rank for a prompt on any route, in addition to what it held before.
 
         An upper bound: a rank that does not keep all layers is assumed to hold the maximum number at a time. With
-        `is_spread` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
+        `is_sharded` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
         a few whole layers.
         """
         is_decode_rank = route.position == route.decode_position
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
         computed = total_tokens(route.owned)
-        kept = (computed + reserved) * sum(layers) if is_spread else 0
-        if is_spread or not is_decode_rank:
+        kept = (computed + reserved) * sum(layers) if is_sharded else 0
+        if is_sharded or not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
-        tokens = route.capacity + (0 if is_spread else reserved)
+        tokens = route.capacity + (0 if is_sharded else reserved)
         activation_bytes = self.activation_bytes(computed, max(map(total_tokens, route.chunks)))
+        if drop is not None and is_decode_rank and drop.repeated_tokens:
+            activation_bytes = max(activation_bytes, self.activation_bytes(drop.repeated_tokens))
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
-        if is_spread or not is_decode_rank:
+        if is_sharded or not is_decode_rank:
             return needs
         is_alone = route.partition.size == 1 and not self.shape.has_states
         ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else FEW_AHEAD
@@ -120,7 +122,9 @@ class Footprint:
         if drop is None and not self.on_gpu:  # the last layers' stores replace buffers, which no layer needs any more
             in_flight = layers[0] + ahead * (layers[0] - layers[-1])
         needs += in_flight * route.capacity * self.shape.dtype_bytes
-        return needs if drop is None else needs - drop.kv_bytes + int(self.heap_share * drop.choosing_bytes)
+        if drop is None:
+            return needs
+        return needs - (0 if drop.is_late else drop.kv_bytes) + int(self.heap_share * drop.choosing_bytes)
 
     def rolling_bytes(self, rolling: Rolling) -> int:
         """Peak bytes of a prompt with a rolling cache, independent of its length."""
@@ -226,14 +230,14 @@ def check_fits(
     reserve_tokens: int,
     *,
     chunk_tokens: int | None = None,
-    is_spread: bool = False,
+    is_sharded: bool = False,
     drop: PlannedDrop | None = None,
 ) -> None:
     """Check that a prompt fits into memory before it starts; the result is the same on every rank.
 
     free_bytes : bytes each rank of the chain has left for prompts, in the order of their slices.
     chunk_tokens : slices are computed in chunks of this many tokens; None: at once.
-    is_spread : every rank keeps only its own tokens.
+    is_sharded : every rank keeps only its own tokens.
     drop : what compression drops on the last rank.
 
     Raises `DocumentError` if it does not fit; the message says how many ranks would be enough, if any number would.
@@ -242,7 +246,7 @@ def check_fits(
 
     def needed(cut: Partition, rank: int) -> int:
         route = relay(cut, rank, chunk_tokens=chunk_tokens)
-        return footprint.route_bytes(route, reserve_tokens=reserve_tokens, is_spread=is_spread, drop=drop)
+        return footprint.route_bytes(route, reserve_tokens=reserve_tokens, is_sharded=is_sharded, drop=drop)
 
     needs = [needed(partition, rank) for rank in range(size)]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]
@@ -252,7 +256,7 @@ def check_fits(
     advice = f"{enough} ranks would be enough" if enough else "more ranks would not help"
     if not enough and drop is not None:
         advice += ", since the last one keeps all that compression does not drop"
-    elif not enough and not is_spread:
+    elif not enough and not is_sharded:
         advice += ", since the last one keeps them all (unless output.kv = 'sharded')"
     raise DocumentError(
         f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB in "

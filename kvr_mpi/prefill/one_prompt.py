@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from kvr_mpi.compress.compression import RetainedSize
 from kvr_mpi.errors import ModelError, PartitionError
+from kvr_mpi.events import Span
 from kvr_mpi.kv.chain import Retain, SliceRow, WriteLayer
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.relay import MakeRoute, PromptTransfers, relay, total_tokens
@@ -62,9 +63,9 @@ class Prefill:
     stored_tokens: int = 0  # number of first tokens whose keys and values earlier ranks store
     retained: RetainedSize | None = None  # size of the compressed cache; None: not compressed
     rolling: Rolling | None = None  # the rolling cache; None: the cache holds all tokens
-    began_s: float = 0.0  # on the clock of `layer_begins_s`, time.perf_counter
+    began_s: float = 0.0  # time.perf_counter
     row_share: float = 1.0  # this prompt's fraction of `seconds`, which covers its whole row
-    layer_begins_s: Sequence[float] = ()  # when each layer's keys were made; empty on a GPU, which is asynchronous
+    spans: Sequence[Span] = ()  # of its layers and waits
     read: torch.Tensor | None = None  # on the decode rank, the result of a `Reading` (values,) float64, on the CPU
 
     @property
@@ -166,6 +167,11 @@ def own_pool(loaded: LoadedModel) -> Pool:
     return Pool(loaded.shape.layers, loaded.dtype, loaded.device)
 
 
+def pool_for(loaded: LoadedModel, prefix: SequenceKV | None) -> Pool:
+    """Return the pool of prompts after a prefix, whose rows they then share; without a prefix, one of their own."""
+    return own_pool(loaded) if prefix is None else prefix.pool
+
+
 def compute_prefix(loaded: LoadedModel, ids: Sequence[int], pool: Pool | None = None) -> SequenceKV:
     """Compute the prefix that all prompts share, once, on every rank that will use it.
 
@@ -214,7 +220,7 @@ def prefill_kvr(
     keeps_all : the rank with the last slice ends with the keys and values of all tokens, even in layers with windows or
         chunks.
     chunk_tokens : every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
-    pool : for the keys and values that this rank keeps; None: memory of their own.
+    pool : for the keys and values that this rank keeps; None: `pool_for`.
     reading : what is read of the prompt instead of its logits; on routes on which each rank computes one slice.
     **of_cache : options of `SliceRow`, on each rank.
     """
@@ -275,7 +281,7 @@ def prefill_kvr(
     try:
         if forwarder is not None and chain.size > 1:
             transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
-        cache = SliceRow(loaded, route, transfers, pool or own_pool(loaded), **of_cache)
+        cache = SliceRow(loaded, route, transfers, pool or pool_for(loaded, prefix), **of_cache)
         if spares_chain:
             found = attempt(run_slice, loaded.tp_group, reads_stored=True)
         else:
@@ -300,7 +306,7 @@ def prefill_kvr(
     else:
         transfers.forwarder.wait_for_compute()
     seconds = time.perf_counter() - began
-    layer_begins_s, layer_times_s, wait_s, send_wait_s = cache.clock.read()
+    times = cache.clock.read(began, began + seconds)
     if own is not None:
         own.close()
     error = None
@@ -316,15 +322,15 @@ def prefill_kvr(
         found if has_logits and not isinstance(found, Failure) else None,
         seconds,
         read=None if reading is None or failed or not parts else reading.join(parts, partition.tokens),
-        wait_s=wait_s,
+        wait_s=times.wait_s,
         sent_bytes=transfers.sent_bytes if transfers else 0,
         last=rotation.rank_of(route.decode_position),
         error=error,
-        layer_times_s=layer_times_s,
-        send_wait_s=send_wait_s,
+        layer_times_s=times.layers_s,
+        send_wait_s=times.send_wait_s,
         known_tokens=known,
         began_s=began,
-        layer_begins_s=layer_begins_s,
+        spans=times.spans,
     )
 
 

@@ -18,7 +18,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.failure import Failure, attempt
-from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_whole, wait_for_compute
+from kvr_mpi.prefill.one_prompt import Prefill, pool_for, prefill_whole, wait_for_compute
 from kvr_mpi.prefill.reading import Reading
 
 # Tokens of a packed forward pass, by device type: a GPU needs more rows for the full speed of its products.
@@ -43,7 +43,7 @@ def prefill_packed(
     reserve_tokens : room for decoded tokens, the same for all prompts or for each.
     prefix : prefix of all prompts, if it has been computed; the prompts still contain it.
     retain : for a single prompt: what its heads keep.
-    pool : for keys and values; None: memory of their own.
+    pool : for keys and values; None: `pool_for`.
     readings : what is read of each prompt instead of its logits, of all of them the same; empty: nothing.
 
     Returns a prefill for each prompt, with its own cache; `seconds` covers the whole forward pass. Raises `DataError`
@@ -51,7 +51,7 @@ def prefill_packed(
     """
     assert retain is None or len(prompts) == 1, "prompts that are compressed run one by one"
     reserves = [reserve_tokens] * len(prompts) if isinstance(reserve_tokens, int) else reserve_tokens
-    pool, is_compressed = pool or own_pool(loaded), prefix is not None and bool(prefix.compression)
+    pool, is_compressed = pool or pool_for(loaded, prefix), prefix is not None and bool(prefix.compression)
     if (len(prompts) == 1 and not is_compressed) or why_never_packed(loaded):
         return [
             prefill_whole(

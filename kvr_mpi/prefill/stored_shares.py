@@ -51,7 +51,7 @@ class _Gathering:
         heads = self._loaded.model.config.get_text_config().num_attention_heads
         layers = [shape for shape in self._loaded.shape.layers if shape.elements]
         for shape in layers[self._done :]:
-            sizes = (1, heads, self._tokens, shape.value_dim)
+            sizes = (1, heads, self._tokens, shape.out_dim)
             gather_parts(PartialAttention.of_nothing(sizes, self._loaded.device), self._chain)
 
 

@@ -217,16 +217,14 @@ def draw_slices(records: Sequence[Record]) -> Chart | str:
         if len(groups) <= 12 or number % 2 == 0:
             drawing.x_tick(left + width / 2, tokens_text(tokens))
     drawing.x_name((LEFT + WIDTH - RIGHT) / 2, "prompt tokens")
-    ends = [statistics.fmean(one.slices[1] / one.slices[-1] for one in group) for group in (groups[0], groups[-1])]
-    lengths = [tokens_text(group[at].slices[-1]) for group, at in ((groups[0], 0), (groups[-1], -1))]
-    title = (
-        f"The first of {size - 1} slices has {percent_text(ends[0])} of a prompt of {lengths[0]} tokens, and "
-        f"{percent_text(ends[1])} of one of {lengths[1]}"
-    )
+    ends = [percent_text(statistics.fmean(one.slices[1] / one.slices[-1] for one in groups[at])) for at in (0, -1)]
+    lengths = [tokens_text(groups[at][at].slices[-1]) for at in (0, -1)]
+    title = f"The first of {size - 1} slices has {ends[0]} of a prompt of {lengths[0]} tokens"
+    title += f", and {ends[1]} of one of {lengths[1]}" * (lengths[0] != lengths[1])
     return Chart(
         title,
         drawing,
-        f"{len(mine):,} prompts; the first slice is at the bottom, and later ones are closer to the page color.",
+        f"{counted(len(mine), 'prompt')}. The first slice is at the bottom; later ones are closer to the page color.",
     )
 
 

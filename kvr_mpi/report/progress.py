@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import rich.progress
 from rich.console import Console
@@ -12,7 +12,9 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, printable
+from kvr_mpi.events import Events, Totals
 from kvr_mpi.logs import PROGRESS, RankLogger
+from kvr_mpi.report.table import cut_off_line, repeated_line
 from kvr_mpi.store.record import Record
 
 # Minimum time between two lines about prefilled prompts of one rank; finished documents are always logged.
@@ -32,6 +34,8 @@ class Progress:
     ----------
     documents, work : int
         Documents of the whole job, and their work.
+    events : Events
+        This rank's; finished documents are added to their totals.
     deadline_s : float or None
         Unix time at which the batch system ends the job.
     on_estimate : callable
@@ -45,6 +49,7 @@ class Progress:
         logger: RankLogger,
         documents: int,
         work: int,
+        events: Events | None = None,
         *,
         deadline_s: float | None = None,
         bar: bool = False,
@@ -56,7 +61,7 @@ class Progress:
         self._deadline_s, self._clock = deadline_s, clock
         self._began, self._on_estimate = clock(), on_estimate
         self._logged_s, self._worked = 0.0, 0
-        self._tokens = 0  # computed, of the prompts and answers of this rank's finished documents
+        self._totals = Totals() if events is None else events.totals
         self._bar: rich.progress.Progress | None = None
         if bar:
             self._bar = rich.progress.Progress(
@@ -94,7 +99,7 @@ class Progress:
         `done` and `work` are finished documents of the whole job, including this one, and their work; `prefilled` is
         the prefilled work of the whole job, finished or not.
         """
-        self._tokens += record.computed_tokens + record.new_tokens
+        _count(self._totals, record)
         left = self._left(done, work, prefilled)
         if record.status == "error":
             what = f"error: {printable(record.error)}"
@@ -160,7 +165,8 @@ class Progress:
     def _pace(self) -> str:
         """Describe throughput and remaining wall time."""
         seconds = self.elapsed_s
-        pace = f"{self._tokens / seconds:.0f} prompt and answer tokens/s" if seconds > 0 and self._tokens else ""
+        tokens = self._totals.prompt_tokens + self._totals.new_tokens
+        pace = f"{tokens / seconds:.0f} prompt and answer tokens/s" if seconds > 0 and tokens else ""
         return f"{pace}{self._wall_time()}".removeprefix(", ")
 
     def _times(self, left: str = "") -> str:
@@ -170,6 +176,20 @@ class Progress:
         if self._deadline_s is None:
             return ""
         return f", wall time left {duration_text(self._deadline_s - self._clock())}"
+
+
+def _count(totals: Totals, record: Record) -> None:
+    """Add a finished document."""
+    totals.rank_s += record.rank_s
+    totals.prompt_tokens += record.computed_tokens
+    totals.new_tokens += record.new_tokens
+    if record.status == "done":
+        totals.prompts += record.parts
+        totals.answers += 1
+        totals.cut_off += record.is_cut_off
+        totals.repeated += record.finish_reason == "repetition"
+        totals.texts.append(record.text_tokens + record.dropped_tokens)
+        totals.partly_seen += 0 < record.coverage < 1
 
 
 def _times_of(record: Record) -> str:
@@ -183,3 +203,35 @@ def _times_of(record: Record) -> str:
     # Other prompts are prefilled and decoded between its tokens.
     tokens = counted(record.new_tokens, "token")
     return f"TTFT {record.ttft_s:.2f} s, decode {record.decode_s:.2f} s ({tokens})"
+
+
+def describe_throughput(
+    total: Totals, documents: int, seconds: float, predicted_s: float | None, noun: str
+) -> Iterator[str]:
+    """Describe the throughput of all ranks; `noun` says what was answered."""
+    if not documents or seconds <= 0:
+        return
+    planned = "" if predicted_s is None else f" (planned: {duration_text(predicted_s)})"
+    busy = 100 * total.busy_s / total.wave_s if total.wave_s else 0
+    failed = documents - total.answers
+    also = f", {failed} failed" if failed else ""
+    yield (
+        f"{counted(total.answers, noun)} answered{also} in {duration_text(seconds)}{planned}: "
+        f"{3600 * total.answers / seconds:.0f} answers/hour, "
+        f"{total.prompt_tokens / seconds:.0f} prompt tokens/s, {total.new_tokens / seconds:.1f} new tokens/s; ranks "
+        f"were computing for {busy:.0f} % of their prefill time"
+    )
+    if total.step_tokens > total.steps:
+        yield (
+            f"prompt lookup: {total.step_tokens / total.steps:.2f} tokens per decode step, "
+            f"{100 - 100 * total.steps / total.step_tokens:.0f}% fewer steps, which take longer"
+        )
+    if total.partly_seen:
+        yield (
+            f"{total.partly_seen} of {total.answers} answers are based on only a part of their document (coverage "
+            "in every export); prompt.min_coverage makes them errors"
+        )
+    if total.cut_off:
+        yield cut_off_line(total.cut_off, total.answers)
+    if total.repeated:
+        yield repeated_line(total.repeated, total.answers)

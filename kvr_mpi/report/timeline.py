@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvr_mpi.store.traces import RankTrace, TracedPrompt, TraceHeader
+from kvr_mpi.events import Span, TracedPrompt
+from kvr_mpi.store.traces import RankTrace, TraceHeader
 from kvr_mpi.topology import place_in_group
-from kvr_mpi.trace import Span
 
 SpanKey = tuple[int, int, int, str, int, str, int]
 

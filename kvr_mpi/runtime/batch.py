@@ -33,10 +33,11 @@ from kvr_mpi.errors import (
     WriteError,
     counted,
 )
+from kvr_mpi.events import Events, Totals
 from kvr_mpi.job import JobSpec
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model.rope import depends_on_length
-from kvr_mpi.report.progress import Progress
+from kvr_mpi.report.progress import Progress, describe_throughput
 from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.checks import lay_out
@@ -58,11 +59,11 @@ from kvr_mpi.runtime.rounds import Round, make_rounds
 from kvr_mpi.runtime.session import Machine
 from kvr_mpi.runtime.stopping import Stop, stopped_by_signals
 from kvr_mpi.runtime.stored_size import check_stored_size
-from kvr_mpi.runtime.tally import Tally, describe_throughput, sum_up
-from kvr_mpi.runtime.tracing import open_trace
+from kvr_mpi.runtime.tracing import write_trace
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.store.batch_responses import write_responses
+from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.folder import make_writable, survey, writing
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
@@ -187,21 +188,19 @@ def _run(
     if world.rank == 0:
         with suppress(OSError):  # files that stay are known by their session
             remove_rank_files(folder / STATES, but_of=number)
-    group_size = spec.parallel.tensor_parallel
+    group_size, events = spec.parallel.tensor_parallel, Events()
+
+    def cost_so_far() -> Cost:
+        return meters.cost(events.totals.rank_s, threads)
+
     with (
-        closing(StateWriter(folder, world.rank, world.size, number, stop.deadline_s, logger, group_size)) as states,
-        open_trace(session, folder, number, states) as trace,
         closing(
-            ResultWriter(
-                *(folder, world.rank, session.header, number),
-                recorder=trace.recorder,
-                cost=(cost_so_far := partial(meters.cost, trace.tally, threads, ranks.tells)),
-            )
-        ) as writer,
+            StateWriter(folder, world.rank, world.size, number, stop.deadline_s, logger, group_size, events)
+        ) as states,
+        write_trace(session, folder, number, events),
+        closing(ResultWriter(folder, world.rank, session.header, number, events=events, cost=cost_so_far)) as writer,
         Progress(
-            logger,
-            len(todo),
-            sum(part.work for part in rounds),
+            *(logger, len(todo), sum(part.work for part in rounds), events),
             deadline_s=stop.deadline_s,
             bar=has_bar,
             on_estimate=states.estimate,
@@ -210,13 +209,13 @@ def _run(
         if world.rank == 0:
             meters.begin_answering()
         stop.join(counters, None if lock is None else lock.check, ranks.peers)
-        decoder = Decoder(session, ResultSink(session, writer, counters, progress), stop, trace)
+        decoder = Decoder(session, ResultSink(session, writer, counters, progress), stop, events)
         work_through(rounds, refused, source, decoder, counters)
         world.barrier()
         seconds, left = progress.elapsed_s, len(todo) - counters.read()[Slot.DONE]
         ended_s = time.monotonic() - options.began_s
         # Rank 0's lane counts for all: the other ranks of each tensor-parallel group did the same work.
-        total = sum_up(Tally(**one) for one in gather_json(ranks.lane, asdict(trace.tally)))
+        total = Totals.sum(Totals(**one) for one in gather_json(ranks.lane, asdict(events.totals)))
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
@@ -243,7 +242,7 @@ def work_through(
 
     refused : documents that no chain takes, with the reason, or "" if they cannot be read.
     """
-    session, sink, stop, trace = decoder.session, decoder.sink, decoder.stop, decoder.trace
+    session, sink, stop, events = decoder.session, decoder.sink, decoder.stop, decoder.events
     ranks, lane = session.ranks, session.ranks.lane
     for number in [*refused][lane.rank :: lane.size]:
         document = source.read(number)
@@ -261,18 +260,18 @@ def work_through(
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(session, chain, part.topology.ranks_of(own).start, trace.recorder)
+            runner = ChainRunner(session, chain, part.topology.ranks_of(own).start, events)
             leader = None
             if everyone.rank == 0:
                 planner = Planner(runner, shares_heads=choice.mode == "head-parallel")
-                leader = Leader(planner, queue, source, sink, stop, trace)
+                leader = Leader(planner, queue, source, sink, stop, events)
             ChainWorker(runner, leader, decoder_of(decoder, chain, choice), everyone).run()
         first_slot += len(part.lists)
-    trace.tell("decoding", counted(decoder.running, "answer"))
+    events.begin("decoding", counted(decoder.running, "answer"))
     decoder.decode()
     if not stop.reason:  # otherwise answers in progress are lost
         session.check_memory()
-    trace.tell("waiting", "for the other ranks to end")
+    events.begin("waiting", "for the other ranks to end")
 
 
 def _conclude(

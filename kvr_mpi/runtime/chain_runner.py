@@ -5,16 +5,27 @@ The leader of the chain plans each prompt (``planner``); then all ranks that tak
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from kvr_mpi.errors import AgreementError
+from kvr_mpi.events import Events
 from kvr_mpi.kv.chain import WriteLayer
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.one_prompt import PLAIN, Prefill, prefill_alone, prefill_kvr, read_single, run_plain
+from kvr_mpi.prefill.failure import Failure, attempt
+from kvr_mpi.prefill.one_prompt import (
+    PLAIN,
+    Prefill,
+    prefill_alone,
+    prefill_kvr,
+    read_single,
+    run_plain,
+    wait_for_compute,
+)
 from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
@@ -22,7 +33,6 @@ from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.session import Session
 from kvr_mpi.topology import Rotation
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.liveness import LIMIT_S
@@ -60,12 +70,12 @@ class ChainRunner:
     beginning : the prefix that the current prompts continue.
     """
 
-    def __init__(self, session: Session, chain: Transport, first_rank: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, session: Session, chain: Transport, first_rank: int, events: Events | None = None) -> None:
         self.session, self.chain, self.first_rank = session, chain, first_rank
-        self.is_spread = session.spec.is_spread
+        self.is_sharded = session.spec.is_sharded
         device = session.loaded.device
         self.pack_tokens = PACK_TOKENS[device.type]  # of a packed row
-        self.forwarder = Forwarder(chain, device=device, recorder=recorder) if chain.size > 1 else None
+        self.forwarder = Forwarder(chain, device=device, events=events) if chain.size > 1 else None
         self.beginning: Beginning | None = None
         self._opened: SequenceKV | None = None  # the last stored prefix
         self._wave_s = 0.0  # forecast for this wave's prompts, on one rank
@@ -188,7 +198,7 @@ class ChainRunner:
             return [prefill_rolling(session.loaded, plan.prompt.ids, session.rolling, session.pool) for plan in row]
         retains = [session.retain_of(plan.prompt) for plan in row]
         rows = [row] if session.why_alone is None and not any(retains) else [[plan] for plan in row]
-        return [
+        prefills = [
             prefill
             for some, retain in zip(rows, retains, strict=False)
             for prefill in prefill_packed(
@@ -201,6 +211,7 @@ class ChainRunner:
                 readings=session.readings_of([plan.prompt for plan in some]),
             )
         ]
+        return [self._repeat(plan.prompt, prefill) for plan, prefill in zip(row, prefills, strict=True)]
 
     def _prefill_slice(self, plan: Plan, write: WriteLayer | None) -> Prefill:
         """Prefill this rank's slice; the last rank gets all keys and values, unless they are sharded."""
@@ -211,7 +222,7 @@ class ChainRunner:
             if reading is not None:
                 run = partial(read_single, session.loaded, plan.prompt.ids, reading)
             return prefill_alone(session.loaded, plan.prompt.tokens, run, strategy=PLAIN, is_read=reading is not None)
-        return prefill_kvr(
+        prefill = prefill_kvr(
             session.loaded,
             plan.prompt.ids,
             plan.partition,
@@ -221,14 +232,32 @@ class ChainRunner:
             last=plan.decode_rank,
             forwarder=self.forwarder,
             spares_chain=True,
-            keeps_all=plan.is_beginning or (session.spec.output.kv is True and not self.writes_own),
+            keeps_all=plan.is_beginning or (session.spec.output.kv is True and not self.writes_own) or session.repeats,
             write_layer=write,
-            is_sharded=self.is_spread,
+            is_sharded=self.is_sharded,
             retain=session.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
             pool=session.pool,
             reading=reading,
         )
+        return self._repeat(plan.prompt, prefill)
+
+    def _repeat(self, prompt: Prompt, prefill: Prefill) -> Prefill:
+        """On the rank that decodes, drop what compression can only choose after the prefill."""
+        compression, loaded = self.session.compression, self.session.loaded
+        if not self.session.repeats or compression is None or not isinstance(prefill.cache, SequenceKV):
+            return prefill
+        began = time.perf_counter()
+        found = attempt(partial(compression.repeat, prefill.cache, prompt.ids, prompt.text), loaded.tp_group)
+        if isinstance(found, Failure):
+            prefill.release()
+            why = found.explain(
+                f"to repeat the {prompt.tokens} tokens of its prompt, as {compression.settings.method} does"
+            )
+            return replace(prefill, cache=None, logits=None, error=why)
+        wait_for_compute(loaded.device)
+        prefill.seconds += time.perf_counter() - began
+        return prefill
 
     def _prefill_after_shared(self, row: Sequence[Plan]) -> list[Prefill]:
         """Continue the shared beginning; its time, slices and tokens count for the first prompt."""

@@ -14,6 +14,7 @@ from typing import Any
 from kvr_mpi.compress.compression import size_of
 from kvr_mpi.decode.group import BatchEntry, Group, held_bytes
 from kvr_mpi.decode.sampling import Answer
+from kvr_mpi.events import Events
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model.tp_group import guarded
 from kvr_mpi.prefill.finite import explain_not_finite
@@ -22,7 +23,6 @@ from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.session import Session
 from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.store.record import Record
 from kvr_mpi.transport import share_json
@@ -38,9 +38,9 @@ class Decoder:
     """
 
     def __init__(
-        self, session: Session, sink: ResultSink, stop: Stop, trace: Trace, group: Group | None = None
+        self, session: Session, sink: ResultSink, stop: Stop, events: Events, group: Group | None = None
     ) -> None:
-        self.session, self.sink, self.stop, self.trace = session, sink, stop, trace
+        self.session, self.sink, self.stop, self.events = session, sink, stop, events
         self._batch, self._kernels = session.open_decode_batch(group, sink.logger), session.kernels
         self._group_size = session.spec.parallel.tensor_parallel
         self._parts: list[tuple[str, Record]] = []
@@ -71,11 +71,11 @@ class Decoder:
             if compression is not None and prefill.retained is None and sequence.ragged:
                 with guarded(loaded.tp_group):
                     prefill.retained = size_of(loaded, sequence, str(compression.settings))
-            self.trace.tally.prefilled += 1
+            self.events.totals.prefilled += 1
             if self.session.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
                 self.sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
-        if self.session.spec.is_spread and sequence is not None and came_through and not is_home and prompt.is_final:
+        if self.session.spec.is_sharded and sequence is not None and came_through and not is_home and prompt.is_final:
             self.sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
         self._deliver(self._batch.take_finished())  # do not hold back finished answers
 
@@ -92,25 +92,24 @@ class Decoder:
 
     def decode(self, leave: int = 0) -> None:
         """Decode until at most `leave` answers are in progress, or until time is up."""
-        began, began_s, before = time.monotonic(), time.perf_counter(), replace(self._batch.decoded)
+        began_s, before, totals = time.perf_counter(), replace(self._batch.decoded), self.events.totals
         if self.shares_heads:
             if self._is_over():  # the number of waiting answers differs between ranks
                 return
             self._deliver(self._batch.begin())
-        answers, steps, reported = self._batch.running, 0, None
+        answers, rounds, reported = self._batch.running, 0, None
         while self._batch.running > leave and not self._is_over():
             self._deliver(self._batch.step())
             self.stop.announce()
-            steps, why, seconds = steps + 1, self.stop.reason, time.monotonic() - began
+            rounds, why, seconds = rounds + 1, self.stop.reason, time.perf_counter() - began_s
             if reported != why and (why or seconds > QUIET_S) and (left := self._batch.left):
-                reported = why
-                self.sink.report_decoding(len(left), max(left), seconds / steps, why)
-        decoded, tally = self._batch.decoded, self.trace.tally
-        tally.decode_s += time.monotonic() - began
-        tally.steps += decoded.steps - before.steps
-        tally.step_tokens += decoded.tokens - before.tokens
-        if answers > self._batch.running:
-            self.trace.recorder.note("decode", began_s, answers)
+                reported, decoded = why, self._batch.decoded
+                steps, tokens = decoded.steps - before.steps, decoded.tokens - before.tokens
+                self.sink.report_decoding(len(left), max(left), seconds / rounds * steps / max(1, tokens), why)
+        totals.steps += self._batch.decoded.steps - before.steps
+        totals.step_tokens += self._batch.decoded.tokens - before.tokens
+        if answers:
+            self.events.end("decode", began_s, answers)
 
     def take_parts(self) -> list[tuple[str, Record]]:
         """Return and clear the new records of document parts, each with its prompt's key."""
@@ -142,17 +141,8 @@ class Decoder:
         else:
             rank_s = self._group_size * (prefill.rank_s + decode_rank_s)
             record = replace(prompt.record(prefill, answer, rank_s), kernels=self._kernels)
-            self.trace.tally.rank_s += rank_s
-            self.trace.tally.prompt_tokens += prompt.tokens - prefill.known_tokens
-            self.trace.tally.new_tokens += answer.new_tokens
-            self.trace.tally.prompts += 1
             if prompt.is_final and record.status == "done":
                 record = replace(record, **(more or {}))
-                self.trace.tally.answers += 1
-                self.trace.tally.cut_off += record.is_cut_off
-                self.trace.tally.repeated += record.finish_reason == "repetition"
-                self.trace.tally.texts.append(record.text_tokens + record.dropped_tokens)
-            self.trace.tally.partly_seen += prompt.is_final and 0 < record.coverage < 1
         if not prompt.is_final:
             self._parts.append((prompt.key, record))
         elif record.status == "error":

@@ -87,11 +87,11 @@ def _usual_wave(session: Session, part: Round) -> Wave:
 def decoder_of(own: Decoder, chain: Transport, choice: DecodeChoice) -> Decoder:
     """Return what decodes on a chain: all ranks together if tokens or heads are shared, else this rank's `own`."""
     session = own.session
-    if session.spec.is_spread:
+    if session.spec.is_sharded:
         group: Group = TokenGroup(session.loaded, chain)
     elif choice.mode == "head-parallel":
         assert not isinstance(session.sharing, str | None), "without it, ranks decode separately"
         group = session.sharing.group(session.loaded, chain, session.pool)
     else:
         return own
-    return Decoder(session, own.sink, own.stop, own.trace, group)
+    return Decoder(session, own.sink, own.stop, own.events, group)

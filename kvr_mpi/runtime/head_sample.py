@@ -90,5 +90,6 @@ def retained_counts(loaded: LoadedModel, prompts: Sequence[PromptText], compress
             continue
         found = prefill_whole(loaded, prompt.ids, retain=retain)
         sequence = found.cache
+        compression.repeat(sequence, prompt.ids, prompt.text)
         yield np.array([sequence.counts(layer_idx) for layer_idx in sorted(sequence.ragged)], dtype=np.float64)
         found.release()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,7 +69,9 @@ def join_groups(world: Transport, control: Transport, topology: Topology, device
         return [int(each) for each in all_gather(words, torch.tensor([word], dtype=torch.int64))]
 
     watch = _Watch(words, peers) if isinstance(peers, NcclTransport) else None
-    how = (tell, is_out_of_memory) if watch is None else (watch.tell, is_out_of_memory, watch.hears)
+    how: tuple[Any, ...] = (tell, is_out_of_memory)
+    if isinstance(peers, NcclTransport) and watch is not None:
+        how = (watch.tell, is_out_of_memory, watch.hears, peers.keep_graph)
     tp_group = TensorParallelGroup(peers.rank, peers.size, peers.all_reduce, *how)
     firsts: list[bool] = share_json(words, gather_json(words, words.local_rank == 0))
     return JobRanks(world, lane, peers, tp_group, hosts=max(1, sum(firsts)))

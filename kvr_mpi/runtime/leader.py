@@ -12,13 +12,13 @@ from collections.abc import Iterable
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError, UnavailableError, record_error
+from kvr_mpi.events import Events
 from kvr_mpi.runtime.plan import ChainMessage, EndPrefill, Plan
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.requests import DocumentSource, Split, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
 from kvr_mpi.runtime.stopping import Stop
-from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import Held, Next, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.store.record import Record
@@ -55,9 +55,9 @@ class Leader:
     """Reads documents for a chain, and decides what it runs."""
 
     def __init__(
-        self, planner: Planner, queue: WorkQueue, source: DocumentSource, sink: ResultSink, stop: Stop, trace: Trace
+        self, planner: Planner, queue: WorkQueue, source: DocumentSource, sink: ResultSink, stop: Stop, events: Events
     ) -> None:
-        self._queue, self._source, self._sink, self._stop, self._trace = queue, source, sink, stop, trace
+        self._queue, self._source, self._sink, self._stop, self._events = queue, source, sink, stop, events
         self._pace = Pace(time.monotonic())
         self._scheduler = WaveScheduler(planner, MAX_SEQUENCES)
         self._has_documents = True
@@ -99,7 +99,7 @@ class Leader:
             seconds = self._pace.seconds_for(self._queue.work_of(following), time.monotonic())
             if self._stop.has_time_for(seconds) and (number := self._queue.take_document()) is not None:
                 document, work = self._source.read(number), self._queue.work_of(number)
-                self._trace.tell("reading", document.id)
+                self._events.begin("reading", document.id)
                 self._pace.add_work(work)
                 try:
                     self._add_prompts(self._source.request(document, work))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.cost import NOT_READABLE, Cost
 
 POWERCAP = Path("/sys/class/powercap")
@@ -88,11 +87,11 @@ class Meters:
         """Count from now on the time in which the job answers documents; only the first rank calls this."""
         self._answering_since_s = time.monotonic()
 
-    def cost(self, tally: Tally, threads: int = 1, tells: bool = True) -> Cost:
+    def cost(self, rank_s: float = 0.0, threads: int = 1) -> Cost:
         """Return the cost so far; call this every minute, so that no counter wraps around twice in between.
 
+        rank_s : rank seconds spent on documents.
         threads : threads of this rank.
-        tells : whether this rank counts the documents of its tensor-parallel group.
         """
         now_s = time.monotonic()
         seconds = now_s - self._began_s
@@ -101,7 +100,7 @@ class Meters:
             node_s=seconds if self._is_first else 0.0,
             gpu_s=seconds * self._gpus,
             core_s=seconds * threads,
-            rank_s=tally.rank_s if tells else 0.0,
+            rank_s=rank_s,
             answering_s=0.0 if self._answering_since_s is None else now_s - self._answering_since_s,
             joules=self._joules(),
             meters=self._about,

@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from kvr_mpi.events import Totals
 from kvr_mpi.runtime.session import Session
-from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.schedule.assignment import two_parts
 from kvr_mpi.schedule.forecast import forecast_measured
 from kvr_mpi.schedule.history import (
@@ -30,7 +30,7 @@ from kvr_mpi.tuning.identity import devices_of
 from kvr_mpi.tuning.measure import measure_costs
 
 
-def keep_outcome(session: Session, done: Tally, seconds: float, start_s: float) -> Expected | None:
+def keep_outcome(session: Session, done: Totals, seconds: float, start_s: float) -> Expected | None:
     """Save how long a complete job took; every rank calls this.
 
     The first job of a model on a machine also measures its ranks, which takes a few seconds. Errors here do not fail
@@ -64,7 +64,7 @@ def keep_outcome(session: Session, done: Tally, seconds: float, start_s: float) 
 
 
 def _kept(
-    session: Session, file: Path, history: History, done: Tally, seconds: float, start_s: float
+    session: Session, file: Path, history: History, done: Totals, seconds: float, start_s: float
 ) -> Expected | None:
     """Add a job to the history, and return what earlier jobs predicted."""
     spec, limit, mean = session.spec, session.spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)

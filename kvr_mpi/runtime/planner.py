@@ -133,12 +133,12 @@ class Planner:
                 if self.size > 1 or is_compressed or self._session.rolling is not None:
                     raise  # otherwise it may fit in chunks
         is_stored = spec.questions is not None and prefix is not None and prefix.is_stored
-        if spec.is_spread and (tokens := known if is_stored else prompt.tokens - known) < self.size:
+        if spec.is_sharded and (tokens := known if is_stored else prompt.tokens - known) < self.size:
             raise DocumentError(
                 f"too short: {tokens} tokens cannot be spread over {self.size} ranks, each of which needs at "
                 f"least one; use shorter chains (parallel.ranks_per_chain), or output.kv = true"
             )
-        if spec.is_spread and is_stored:
+        if spec.is_sharded and is_stored:
             return self._with_memory(Plan(Way.AFTER_STORED, prompt, prefix, decode_rank))
         partition = self.cut(prompt.tokens, known, decode_rank)
         if window is not None:
@@ -146,7 +146,7 @@ class Planner:
 
         def fits(chunk_tokens: int | None) -> bool:
             needs = self._slice_bytes(relays(partition, known, chunk_tokens), self.size - 1, prompt.new_tokens, drop)
-            rows = 0 if self._spec.is_spread else self._session.kv_bytes(prompt.tokens + prompt.new_tokens)
+            rows = 0 if self._spec.is_sharded else self._session.kv_bytes(prompt.tokens + prompt.new_tokens)
             free = min(self._free_bytes)
             return self._has_room(free, needs[-1], rows, 0) and all(
                 self._has_room(free, each, 0, 0) for each in needs[:-1]
@@ -159,7 +159,7 @@ class Planner:
         """Whether one rank prefills a prompt of this length, part of which precedes compression's window."""
         if self._session.rolling is not None:
             return True
-        if self._spec.is_plain or self._spec.is_spread:
+        if self._spec.is_plain or self._spec.is_sharded:
             return False
         if before_window is not None and before_window < 2 * self.size:  # every slice before the last needs a token
             return True
@@ -189,7 +189,7 @@ class Planner:
                 row_bytes = footprint.activation_bytes(max(plan.row_tokens, pack_tokens))
                 needs = [each + row_bytes for each in kept]
         elif plan.partition is not None:
-            if self._spec.is_spread:
+            if self._spec.is_sharded:
                 kept = [-(-kept[rank] // self.size)] * self.size
             if footprint is not None:
                 routes = relays(plan.partition, plan.known_tokens, plan.chunk_tokens)
@@ -204,10 +204,10 @@ class Planner:
             kept = [own + each for own, each in zip(kept, beginning, strict=True)]
             more = before.needs if before.takes_all and before.needs is not None else beginning
             needs = None if needs is None else [own + each for own, each in zip(needs, more, strict=True)]
-        keep = range(self.size) if self._spec.is_spread and plan.takes_all else [rank]
+        keep = range(self.size) if self._spec.is_sharded and plan.takes_all else [rank]
         if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
             keep = []
-        rows = kept
+        rows = self._on(rank, own) if drop is not None and drop.is_late else kept
         if plan.partition is not None and plan.prefix is not None and plan.prefix.is_stored:
             # Other ranks hold a few layers of it at a time.
             layers = min(1.0, (LAYERS_HELD + 1 + LAYERS_AHEAD) / len(session.loaded.shape.layers))
@@ -252,7 +252,7 @@ class Planner:
         for route in routes:
             rotation = Rotation.bringing(self.size, route.decode_position, decode_rank)
             needs[rotation.rank_of(route.position)] = self._session.footprint.route_bytes(
-                route, reserve_tokens=new_tokens, is_spread=self._spec.is_spread, drop=drop
+                route, reserve_tokens=new_tokens, is_sharded=self._spec.is_sharded, drop=drop
             )
         return needs
 
@@ -293,7 +293,7 @@ class Planner:
                 [free] * self.size,
                 prompt.new_tokens,
                 chunk_tokens=plan.chunk_tokens,
-                is_spread=self._spec.is_spread,
+                is_sharded=self._spec.is_sharded,
                 drop=drop,
             )
 

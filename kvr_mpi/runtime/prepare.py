@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvr_mpi.compress.compression import open_compression
+from kvr_mpi.compress.compression import Compression, open_compression
+from kvr_mpi.compress.repeating import INSTRUCTION
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import HeadSharing
@@ -92,7 +93,7 @@ def prepare(
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
     readout = together(world, lambda: readout_of(spec, loaded.shape.hidden_size))
-    compression = together(world, lambda: None if spec.compress is None else open_compression(spec.compress, loaded))
+    compression = together(world, partial(_open_compression, spec, loaded))
     rolling = together(world, partial(_open_rolling, spec, loaded, logger))
     why_alone, in_pages = None, False
     if not spec.is_plain:
@@ -186,6 +187,16 @@ def prepare(
     if spec.generation.lookup == "auto" and spec.generation.max_new_tokens and session.why_no_lookup is not None:
         logger.info(f"answers are decoded without prompt lookup: {session.why_no_lookup}")
     return session
+
+
+def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
+    """Prepare the job's compression method, with the words that ask for a text again if it needs them."""
+    if spec.compress is None:
+        return None
+    instruction: Sequence[Any] = ()
+    if spec.compress.rule.repeats:
+        instruction = frame_of(spec, loaded.tokenizer, loaded.shape, spec.prompt.first_template, INSTRUCTION).tail
+    return open_compression(spec.compress, loaded, instruction)
 
 
 def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work: Callable[[], Any]) -> Any:
@@ -282,7 +293,7 @@ def _check(
     check_combinations(spec, kinds_of(loaded))
     if spec.chunk_tokens != "auto":
         check_chunks(loaded)
-    if spec.is_spread:
+    if spec.is_sharded:
         check_spread(loaded)
     tokenizer, shape = loaded.tokenizer, loaded.shape
     template = spec.prompt.first_template
@@ -421,7 +432,7 @@ def try_rows(spec: JobSpec, loaded: LoadedModel, logger: RankLogger) -> tuple[st
     fast on CPUs. Sharded documents are decoded by all ranks, without pages.
     """
     why_no_pages = None
-    if loaded.device.type == "cuda" and not spec.is_spread and not spec.cache.is_rolling:
+    if loaded.device.type == "cuda" and not spec.is_sharded and not spec.cache.is_rolling:
         trial = Pool(loaded.shape.layers, loaded.dtype, loaded.device, 2 * PAGE_ROWS)
         if (why_no_pages := why_not_packed(loaded, trial)) is None:
             return None, True

@@ -107,7 +107,7 @@ class Session:
             return "the job asks for none"
         if self.spec.is_plain or self.rolling is not None:
             return "its caches cannot drop the last tokens"
-        if self.spec.is_spread:
+        if self.spec.is_sharded:
             return "the ranks that share a prompt have to run the same tokens"
         return why_no_drafts(self.loaded)
 
@@ -156,6 +156,11 @@ class Session:
             self.pool.check_integrity(
                 block for prefix in self.prefixes for block in prefix.blocks if block.pool is self.pool
             )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether compression has the model repeat a prompt's text after the prefill, for which it needs all keys."""
+        return self.compression is not None and self.compression.settings.rule.repeats
 
     def retain_of(self, prompt: PromptText) -> Retain | None:
         """Return what compression keeps of a prompt; None if all of it."""

@@ -197,7 +197,7 @@ def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
         )
     elif kv.tokens is None:
         why = "its stored keys and values have no token ids, or not all tokens; prefill it again"
-    elif kv.compression and spec.is_spread:
+    elif kv.compression and spec.is_sharded:
         why = f"it is compressed ({kv.compression}), which needs one rank; leave parallel.ranks_per_chain out"
     if why is not None or kv.tokens is None:
         text = f"{name} cannot be asked about: {why}"

@@ -21,6 +21,7 @@ from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.host_memory import HeapTrimmer
 from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
+from kvr_mpi.runtime.tracing import begin_row, end_row
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.store.record import Record
 from kvr_mpi.topology import first_of_each
@@ -37,7 +38,7 @@ class ChainWorker:
 
     def __init__(self, runner: ChainRunner, leader: Leader | None, decoder: Decoder, members: Transport) -> None:
         self._runner, self._decoder, self._chain, self._members = runner, decoder, runner.chain, members
-        self._sink, self._trace = decoder.sink, decoder.trace
+        self._sink, self._events = decoder.sink, decoder.events
         self._leader = leader
         self._heap = HeapTrimmer()
         self._rows: list[Plan] = []  # waiting on this rank for a packed row
@@ -53,16 +54,16 @@ class ChainWorker:
         while (end := self._prefill_wave()).goes_on:
             self._decode_wave(end)
             self._exchange_parts()
-        if self._runner.is_spread or self._decoder.shares_heads:  # this chain's ranks do not meet again
+        if self._runner.is_sharded or self._decoder.shares_heads:  # this chain's ranks do not meet again
             self._decode_together()
         self._runner.close()
 
     def _prefill_wave(self) -> EndPrefill:
         """Prefill until the leader ends the wave."""
         self._heap.trim()
-        began = time.monotonic()
+        began_s = time.perf_counter()
         while True:
-            self._trace.tell("waiting", "for its chain's next document")
+            self._events.begin("waiting", "for its chain's next document")
             decided = None if self._leader is None else self._leader.next_message(self._put_off)
             message = share_message(self._members, decided, self._runner.read_plan)
             if isinstance(message, EndPrefill):
@@ -70,7 +71,7 @@ class ChainWorker:
             self._prefill(message)
         self._prefill_rows()
         self._runner.end_wave()
-        self._trace.tally.phase_s += time.monotonic() - began
+        self._events.end("wave", began_s)
         return message
 
     def _prefill(self, plan: Plan) -> None:
@@ -80,19 +81,22 @@ class ChainWorker:
         if not runner.goes_on(plan):
             self._prefill_rows()
             if plan.before is not None:
-                self._trace.begin([plan.before], self._chain, runner.first_rank)
+                self._begin([plan.before])
             if (beginning := runner.begin(plan)) is not None:
-                self._trace.end_prompt(beginning)
+                end_row(self._events, [beginning])
         if plan.in_rows:
             self._put_off += 1
             if plan.takes_all or rank == plan.decode_rank:
                 self._rows.append(plan)
             return
-        self._trace.begin([plan], self._chain, runner.first_rank)
+        self._begin([plan])
         prefill = self._prefill_slice(plan)
-        self._trace.end_prompt(prefill)
-        if runner.is_spread or rank == plan.decode_rank:
+        end_row(self._events, [prefill])
+        if runner.is_sharded or rank == plan.decode_rank:
             self._decoder.start(plan.prompt, prefill)
+
+    def _begin(self, row: Sequence[Plan]) -> None:
+        begin_row(self._events, self._runner.session, row, self._chain, self._runner.first_rank)
 
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
@@ -115,8 +119,7 @@ class ChainWorker:
         """Prefill the waiting prompts, row by row."""
         waiting, self._rows, self._put_off = self._rows, [], 0
         for row in _rows(waiting, self._runner.pack_tokens):
-            self._trace.begin(row, self._chain, self._runner.first_rank)
-            began_s = time.perf_counter()
+            self._begin(row)
             try:
                 prefills = self._runner.prefill(row)
             except (DataError, UnavailableError) as error:  # of stored keys and values
@@ -124,7 +127,7 @@ class ChainWorker:
                     record = plan.prompt.error_record(record_error(error))
                     self._sink.write_record(record, plan.prompt.document_work)
                 continue
-            self._trace.end_row(prefills, began_s)
+            end_row(self._events, prefills)
             for plan, prefill in zip(row, prefills, strict=True):
                 self._decoder.start(plan.prompt, prefill)
 
@@ -134,7 +137,7 @@ class ChainWorker:
         if decoder.shares_heads:
             self._decode_together()
             return
-        self._trace.tell("decoding", counted(decoder.running, "answer"))
+        self._events.begin("decoding", counted(decoder.running, "answer"))
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if end.has_more else 0)
 
@@ -143,12 +146,12 @@ class ChainWorker:
         if self._runner.forwarder is not None:
             self._runner.forwarder.settle()
         self._chain.barrier()
-        self._trace.tell("decoding", f"{counted(self._decoder.running, 'answer')} with its chain")
+        self._events.begin("decoding", f"{counted(self._decoder.running, 'answer')} with its chain")
         self._decoder.decode()
 
     def _exchange_parts(self) -> None:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
-        self._trace.tell("waiting", "for its chain's other ranks")
+        self._events.begin("waiting", "for its chain's other ranks")
         beginning = self._runner.beginning
         held = self._decoder.held(None if beginning is None else beginning.sequence)
         parts = [(key, asdict(record)) for key, record in self._decoder.take_parts()]

@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,7 @@ from typing import Annotated
 from pydantic import Field
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular
+from kvr_mpi.events import STARTING, Events
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import Count, UnixTime, read_plain
 from kvr_mpi.topology import place_in_group, rank_name
@@ -35,7 +36,7 @@ EVERY_S = 5.0
 WRITES_PER_S = 50
 # A rank is silent if its stamp is this many writes and seconds behind the newest; the hosts' clocks may differ.
 SILENT_WRITES, SILENT_S = 3, 20.0
-STARTING, ENDED = "starting", "ended"
+ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class RankState:
 
 
 class StateWriter:
-    """Updates this rank's file from a thread until it is closed.
+    """Updates this rank's file with the activity and the totals of its events, from a thread until it is closed.
 
     A write error is logged once, and the job continues without the file. `session` is the number of this job in the
     folder, `deadline_s` the Unix time at which the batch system ends it.
@@ -102,8 +103,10 @@ class StateWriter:
         deadline_s: float | None,
         logger: RankLogger,
         tensor_parallel: int = 1,
+        events: Events | None = None,
     ) -> None:
         self._logger, now = logger, time.time()
+        self._events = Events() if events is None else events
         self._state = RankState(
             rank,
             size,
@@ -117,7 +120,6 @@ class StateWriter:
             written_at_s=now,
             tensor_parallel=tensor_parallel,
         )
-        self._count: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         self._closed = threading.Event()
         self._handle: int | None = None
         try:
@@ -133,19 +135,9 @@ class StateWriter:
         self._thread = threading.Thread(target=self._run, daemon=True, name="state")
         self._thread.start()
 
-    def tell(self, doing: str, what: str = "") -> None:
-        """Set the state; cheap enough to call for every change."""
-        what = what[:NAME_CHARS]
-        if (self._state.doing, self._state.what) != (doing, what):
-            self._state = replace(self._state, doing=doing, what=what, since_s=time.time())
-
     def estimate(self, ends_s: float | None) -> None:
         """Set when all documents will be finished."""
         self._state = replace(self._state, ends_s=ends_s, estimated_s=time.time())
-
-    def follow(self, count: Callable[[], tuple[int, int, int]]) -> None:
-        """Set the function that returns prompt tokens, new tokens and prefilled prompts so far."""
-        self._count = count
 
     def close(self) -> None:
         """Record that the rank has ended; the file stays, so that the rank is not reported as silent."""
@@ -153,7 +145,7 @@ class StateWriter:
             return
         self._closed.set()
         self._thread.join()
-        self.tell(ENDED)
+        self._events.begin(ENDED)
         self._write()
         with contextlib.suppress(OSError):  # it is closed all the same
             os.close(self._handle)
@@ -165,10 +157,19 @@ class StateWriter:
 
     def _write(self) -> None:
         assert self._handle is not None
-        counts = dict(zip(("prompt_tokens", "new_tokens", "prefilled"), self._count(), strict=True))
-        state = asdict(self._state) | counts | {"written_at_s": time.time()}
+        events, totals = self._events, self._events.totals
+        state = replace(
+            self._state,
+            doing=events.doing,
+            what=events.what[:NAME_CHARS],
+            since_s=events.since_s,
+            prompt_tokens=totals.prompt_tokens,
+            new_tokens=totals.new_tokens,
+            prefilled=totals.prefilled,
+            written_at_s=time.time(),
+        )
         try:
-            os.pwrite(self._handle, json.dumps(state).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
+            os.pwrite(self._handle, json.dumps(asdict(state)).encode().ljust(STATE_BYTES - 1) + b"\n", 0)
             os.fsync(self._handle)  # on a network file system other nodes see it only then
         except OSError as error:
             if not self._closed.is_set():

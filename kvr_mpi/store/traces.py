@@ -34,10 +34,10 @@ from pydantic import Field
 
 from kvr_mpi.disk import create, rank_file, rank_files, read_regular, write_all
 from kvr_mpi.errors import DataError
+from kvr_mpi.events import Events, Span, SpanKind, TracedPrompt
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import Amount, Count, read_plain
 from kvr_mpi.topology import in_lane_of, rank_name
-from kvr_mpi.trace import Recorder, Span, SpanKind
 
 TRACES = "trace"
 HEADER, VERSION = "kvr_trace", 2
@@ -88,30 +88,6 @@ class TraceHeader:
         return rank_name(self.rank, self.tensor_parallel)
 
 
-@dataclass(frozen=True, slots=True)
-class TracedPrompt:
-    """A prompt as seen by one rank.
-
-    what : ``prompt``; ``shared``: the common prefix of several prompts; ``packed``: short prompts in one row.
-    tokens : of the prompt, or of all prompts in the row.
-    start, stop : this rank's slice.
-    first_rank, ranks : first rank of the chain in the job, and its number of ranks; groups with tensor parallelism.
-    decode_rank : rank of the chain that decodes.
-    predicted_s : this rank's compute time predicted from its rates; 0: not known.
-    """
-
-    document: str
-    part: Count
-    what: str
-    tokens: Count
-    start: Count
-    stop: Count
-    first_rank: Count
-    ranks: Count
-    decode_rank: Count
-    predicted_s: Amount = 0.0
-
-
 @dataclass(slots=True)
 class RankTrace:
     """One rank's trace of one job; times are in seconds of rank 0's clock, Unix time.
@@ -130,7 +106,7 @@ class RankTrace:
 
 
 class TraceWriter:
-    """Writes the spans of a rank's recorder from a thread until it is closed.
+    """Writes the spans that a rank's events keep, from a thread until it is closed.
 
     A write error is logged once, and the job continues without a trace. `offset_s` is Unix time on rank 0's clock minus
     ``time.perf_counter``, `limit_bytes` the maximum size of the file.
@@ -140,16 +116,17 @@ class TraceWriter:
         self,
         folder: Path,
         header: TraceHeader,
-        recorder: Recorder,
+        events: Events,
         *,
         offset_s: float,
         limit_bytes: int,
         logger: RankLogger,
     ) -> None:
-        self._header, self._recorder, self._offset_s, self._logger = header, recorder, offset_s, logger
+        self._header, self._stream, self._offset_s, self._logger = header, events, offset_s, logger
         self._limit = self._left = limit_bytes
         self._process = header.session * 1_000_000 + header.rank
         self._prompts: dict[int, TracedPrompt] = {}
+        self._number = events.prompt  # of the last prompt that was written
         self._row_ends: dict[int, float] = {}
         (folder / TRACES).mkdir(exist_ok=True)
         self.path = rank_file(folder / TRACES, header.session, header.rank)
@@ -164,12 +141,6 @@ class TraceWriter:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="trace")
         self._thread.start()
-
-    def add_prompt(self, number: int, prompt: TracedPrompt) -> None:
-        """Assign a number to a prompt."""
-        self._prompts[number] = prompt
-        self._prompts.pop(number - RECENT_PROMPTS, None)
-        self._add("prompt", {"number": number, **asdict(prompt)})
 
     def add_clock(self, ahead_s: float, error_s: float) -> None:
         """Record the drift of the rank's clock against rank 0's, beyond `offset_s`."""
@@ -196,14 +167,22 @@ class TraceWriter:
             self._flush()
 
     def _flush(self) -> None:
-        spans = self._recorder.take()
+        spans = list[Span]()
+        for one in self._stream.take():
+            if isinstance(one, TracedPrompt):
+                self._number += 1
+                self._prompts[self._number] = one
+                self._prompts.pop(self._number - RECENT_PROMPTS, None)
+                self._add("prompt", {"number": self._number, **asdict(one)})
+            elif one.kind in ROWS:
+                spans.append(one)
         drawn = [self._as_line(span) for span in sorted(spans, key=lambda span: (span.began_s, -span.ended_s))]
         count = len(self._events)
         lines = [f"{_encode(event)},\n" for event in self._events[:count]]
         del self._events[:count]
         if self._left <= 0:
             return
-        if self._recorder.is_on:
+        if self._stream.keeps_spans:
             memory = self._event("C", "memory", time.perf_counter())
             lines.append(f"{_encode(memory | {'args': {'resident bytes': _resident_bytes()}})},\n")
         lines += drawn
@@ -225,7 +204,7 @@ class TraceWriter:
         return True
 
     def _end(self, why: str) -> None:
-        self._recorder.is_on, self._left = False, 0
+        self._stream.keeps_spans, self._left = False, 0
         self._logger.info(f"{self.path}: {why}")
 
     def _as_line(self, span: Span) -> str:

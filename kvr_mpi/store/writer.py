@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kvr_mpi.errors import WriteError
+from kvr_mpi.events import Events
 from kvr_mpi.model.devices import copy_to_host
 from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.kv import CachedTokens, KeysValues, piece_id, piece_ids
@@ -29,7 +30,6 @@ from kvr_mpi.store.lock import session_of
 from kvr_mpi.store.log import LINE_BYTES, Header, LogWriter, seal
 from kvr_mpi.store.record import Record, record_values
 from kvr_mpi.store.volumes import volume_line
-from kvr_mpi.trace import Recorder
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class ResultWriter:
 
     header : the first line of the log.
     session : number of the job; by default the job that holds the folder.
-    recorder : records a span for every written document and every completed volume.
+    events : get a span for every written document and every completed volume.
     cost : returns this rank's cost so far; called once a minute in another thread, if this rank has written a record.
     """
 
@@ -67,12 +67,12 @@ class ResultWriter:
         header: Header,
         session: int | None = None,
         *,
-        recorder: Recorder | None = None,
+        events: Events | None = None,
         cost: Callable[[], Cost] | None = None,
     ) -> None:
         self._cost, self._cost_s = cost, math.inf if cost is None else time.monotonic() + COST_S
         self._last_cost: Cost | None = None
-        self._recorder = Recorder() if recorder is None else recorder
+        self._events = Events() if events is None else events
         self._folder = folder
         session = session_of(folder) if session is None else session
         self._name = f"kv-{session:04d}-{rank:04d}"
@@ -236,7 +236,7 @@ class ResultWriter:
             (volume.discard if is_dropped else volume.end)()
         if has_record and not is_dropped:
             self._add_record(record, () if volume is None else piece_ids(record, tokens))
-        self._recorder.note("write", began_s)
+        self._events.end("write", began_s)
 
     def _add_record(self, record: Record, pieces: Sequence[str]) -> None:
         line = seal(record_values(record, pieces))
@@ -290,7 +290,7 @@ class ResultWriter:
         else:
             volume.abandon()
         self._volume = None
-        self._recorder.note("write", began_s)
+        self._events.end("write", began_s)
 
     def _settle(self) -> None:
         """Make everything durable."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.trace import Recorder, Span
+from kvr_mpi.events import Events, Span
 from kvr_mpi.transport.base import Request, Transport
 from kvr_mpi.transport.liveness import LIMIT_S, Patience
 from kvr_mpi.transport.nccl import write_last_messages
@@ -68,7 +68,7 @@ class Forwarder:
     """Transfers the segments of successive prompts on one rank of a chain; close it after the last prompt.
 
     device : device of the tensors; None: host memory.
-    recorder : records every completed transfer, with the layer passed to `send` or `receive`.
+    events : get a span for every completed transfer, with the layer passed to `announce` or `receive`.
     limit_s : deadline of each wait for another rank.
 
     Waits raise a `TransportError` that names the message, if they exceed `limit_s`.
@@ -79,10 +79,10 @@ class Forwarder:
         transport: Transport,
         *,
         device: torch.device | None = None,
-        recorder: Recorder | None = None,
+        events: Events | None = None,
     ) -> None:
         self.transport, self.device = transport, device
-        self.recorder = Recorder() if recorder is None else recorder
+        self.events = Events() if events is None else events
         self.limit_s = LIMIT_S
         self._gpu = device if device is not None and device.type == "cuda" else None
         self._receiving: Any = None  # stream that receives are posted from
@@ -119,7 +119,7 @@ class Forwarder:
     ) -> Transfer:
         """Announce a message that `send` starts; announcements must be in the order in which `dest` receives."""
         with self._lock:
-            span = Span(kind, 0.0, 0.0, self.recorder.prompt, layer, dest, tensor.nbytes)
+            span = Span(kind, 0.0, 0.0, self.events.prompt, layer, dest, tensor.nbytes)
             transfer = Transfer(tensor, tag, self._prompt, span)
             if self.transport.in_streams:
                 self._turns[dest].append(transfer)
@@ -158,7 +158,7 @@ class Forwarder:
         `free` is the event on a GPU after which no earlier work uses the tensor; None: all work queued so far.
         """
         with self._lock:
-            span = Span("receive", time.perf_counter(), 0.0, self.recorder.prompt, layer, source, tensor.nbytes)
+            span = Span("receive", time.perf_counter(), 0.0, self.events.prompt, layer, source, tensor.nbytes)
             transfer = Transfer(tensor, tag, self._prompt, span)
             stream: Any = contextlib.nullcontext()
             if free is not None:
@@ -266,7 +266,7 @@ class Forwarder:
                 if transfer.onward is not None and not self.transport.in_streams:
                     self.send(transfer.onward, transfer.request)
                 transfer.request, transfer.arrived = None, True
-                self.recorder.add(transfer.span._replace(ended_s=time.perf_counter()))
+                self.events.add(transfer.span._replace(ended_s=time.perf_counter()))
 
     def _run(self) -> None:
         import torch

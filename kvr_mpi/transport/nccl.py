@@ -11,6 +11,10 @@ An NCCL transfer is a kernel that starts after the work queued in the current st
 its peer joins. So transfers use few thread blocks, and a chain posts receives one layer ahead. Waiting for a transfer
 makes the current stream wait, not the host. Groups are shut down when their transports are garbage-collected, or at
 exit. If transfers are still in progress then, after a failure, groups are aborted, since the peers may never join.
+
+Sums can be recorded in CUDA graphs. NCCL does not let go of a communicator, aborted or not, before all graphs with its
+sums are destroyed (`commDestroySync`). So aborting does not wait where there are graphs, and all graphs are reset
+before a group is replaced or ended.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 import weakref
 from collections import deque
@@ -87,6 +92,7 @@ class _Groups:
     side : stream that forwarded tensors are sent from: NCCL makes a send wait for the current stream.
     pending : transfers that the host has not seen complete.
     sums : groups that sum, by their ranks.
+    graphs : CUDA graphs with sums.
     """
 
     def __init__(self, control: Transport, device: torch.device) -> None:
@@ -99,7 +105,8 @@ class _Groups:
         self.pending: deque[_GpuWork] = deque()
         self.sums: dict[tuple[int, ...], Any] = {}
         self._made: dict[tuple[int, ...], int] = {}  # number of groups so far, for unique names
-        self.end = weakref.finalize(self, _end, [self.up, self.down], self.sums, self.pending)
+        self.graphs = weakref.WeakSet[Any]()
+        self.end = weakref.finalize(self, _end, [self.up, self.down], self.sums, self.pending, self.graphs)
 
     def make_sums(self, members: tuple[int, ...]) -> None:
         """Make a new group for the sums of some ranks, all of which call this."""
@@ -116,8 +123,17 @@ class _Groups:
         return self.pending[-1]
 
 
-def _end(groups: list[Any], sums: dict[tuple[int, ...], Any], pending: deque[_GpuWork]) -> None:
+def _reset(graphs: weakref.WeakSet[Any]) -> None:
+    for graph in list(graphs):
+        graph.reset()
+    graphs.clear()
+
+
+def _end(
+    groups: list[Any], sums: dict[tuple[int, ...], Any], pending: deque[_GpuWork], graphs: weakref.WeakSet[Any]
+) -> None:
     """Shut the groups down, or abort them if transfers fail or do not end; hosts have read the results of sums."""
+    _reset(graphs)
     until_s = time.monotonic() + END_S
     try:
         while not (is_over := all(one.test() for one in list(pending))) and time.monotonic() < until_s:
@@ -196,11 +212,20 @@ class NcclTransport:
 
     def abort_sums(self) -> None:
         """End this rank's part in sums that other ranks do not join; the next ones raise an error."""
-        self._groups.sums[self._members].abort()
+        abort = self._groups.sums[self._members].abort
+        if self._groups.graphs:  # the sums end at once, but this returns only after `renew_sums` has reset the graphs
+            threading.Thread(target=abort, daemon=True, name="abort").start()
+        else:
+            abort()
 
     def renew_sums(self) -> None:
-        """Prepare for sums after `abort_sums`; every rank calls this."""
+        """Prepare for sums after `abort_sums`, without the graphs that were recorded; every rank calls this."""
+        _reset(self._groups.graphs)
         self._groups.make_sums(self._members)
+
+    def keep_graph(self, graph: Any) -> None:
+        """Reset a CUDA graph, if it still exists, before the group of the sums in it is replaced or ended."""
+        self._groups.graphs.add(graph)
 
     def barrier(self) -> None:
         self._control.barrier()

@@ -112,7 +112,8 @@ def measure_costs(loaded: LoadedModel, world: Transport) -> Costs:
     usual = rates[times.index(usual_s)]
     before = work.qkv_flop / (work.qkv_flop + work.rest_flop)
     # Attention of a decode step can be timed separately only where our own attention runs in every layer.
-    is_timed = loaded.attends_in_parts and not shape.has_states and all(layer.elements for layer in shape.layers)
+    is_timed = loaded.attends_in_parts and not shape.has_states and not shape.has_latents
+    is_timed = is_timed and all(layer.elements for layer in shape.layers)
     return Costs(
         layers=work.layers,
         qkv_token_s=usual.token_s * before,

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import rows
 import torch
-from chains import greedy
+from chains import greedy, make_folder
 from rows import (
+    Numbers,
     Recording,
+    Watched,
     alone,
     answer,
     batch_of,
@@ -29,7 +34,14 @@ from rows import (
 
 from kvr_mpi.decode import step_graph
 from kvr_mpi.decode.step_graph import StepRecorder
+from kvr_mpi.kv.table import PageTable
+from kvr_mpi.model import load_model
+from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.tp_group import TensorParallelGroup
+from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.transport import gather_json, share_json
+from kvr_mpi.transport.local import LocalTransport, run_local
 
 
 @pytest.fixture
@@ -172,3 +184,107 @@ def test_a_document_that_is_not_finite_stops_no_recording(
     assert "not finite" in str(found[30].error)
     assert found[25].answer is not None and len(found[25].answer.token_ids) == 12
     assert recorders[-1].why_not is None
+
+
+# Sums of a tensor-parallel group in recorded steps: a graph of each rank, which waits for the others'
+
+
+OWN = threading.local()  # of a rank: its transport, and whether it records
+
+
+@torch.library.custom_op("kvr_tests::sum_over_ranks", mutates_args={"total"})
+def sum_over_ranks(total: torch.Tensor) -> None:
+    """NCCL's sum: recorded, it does not run, and so waits for nobody."""
+    if not OWN.group._is_recording:
+        OWN.ranks.all_reduce(total)
+
+
+def on_group(folder: Path, work: Callable[[Any], Any]) -> list[Any]:
+    """Do something on two ranks, which are threads, with the parts of a model; its sums can be recorded."""
+
+    def rank(ranks: LocalTransport) -> Any:
+        def tell(word: int) -> list[int]:
+            return [int(each) for each in share_json(ranks, gather_json(ranks, word))]
+
+        how: Any = (sum_over_ranks, tell, is_out_of_memory, lambda: False, OWN.__dict__.setdefault("graphs", []).append)
+        OWN.ranks, OWN.group = ranks, TensorParallelGroup(ranks.rank, ranks.size, *how)
+        loaded = load_model(str(folder), tp_group=OWN.group, device="cpu", cache_dir=folder)
+        prepare_model(loaded.model, chain=True)
+        with Watched():
+            return work(replace(loaded, tokenizer=Numbers()))
+
+    return run_local(2, rank)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("group"), "llama")[0]
+
+
+def whole_answers(folder: Path) -> dict[str, tuple[int, ...]]:
+    loaded = load_model(str(folder), device="cpu", cache_dir=folder)
+    prepare_model(loaded.model, chain=True)
+    return answer(replace(loaded, tokenizer=Numbers()), pages_of(loaded, 64))
+
+
+@pytest.mark.parametrize("sizes_differ", [False, True])
+def test_the_steps_of_a_tensor_parallel_group_are_recorded_with_their_sums(
+    sizes_differ: bool, folder: Path, graphs: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where compressed heads of one rank keep more pages than those of the other, which need not agree."""
+    with monkeypatch.context() as patch:
+        patch.setattr(step_graph, "STEPS_BEFORE", 1000)
+        truth = whole_answers(folder)
+    sizes = PageTable.sizes_for
+
+    def own_sizes(sequences: Any) -> tuple[int, bool]:
+        pages, is_complete = sizes(sequences)
+        return (9 * pages, False) if sizes_differ and OWN.group.rank else (pages, is_complete)
+
+    monkeypatch.setattr(PageTable, "sizes_for", own_sizes)
+    assert on_group(folder, lambda loaded: answer(loaded, pages_of(loaded, 64))) == [truth] * 2
+    assert len(graphs) < 12 and sum(graph.replays for graph in graphs) > 24, "most steps are not run anew"
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"), [(torch.OutOfMemoryError("CUDA out of memory"), True), (RuntimeError("capturing"), False)]
+)
+def test_a_step_that_one_rank_of_a_group_cannot_record_is_recorded_by_none(
+    error: Exception, goes_on: bool, folder: Path, graphs: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank has recorded it. Short of memory, both try again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(step_graph, "STEPS_BEFORE", 1000)
+        truth = whole_answers(folder)
+    failing, run_step = [1] if goes_on else [1] * 1000, step_graph.run_step
+
+    def fail(*given: Any) -> torch.Tensor:
+        if OWN.group.rank == 1 and failing:
+            failing.pop()
+            raise error
+        return run_step(*given)
+
+    monkeypatch.setattr(step_graph, "run_step", fail)
+    told = contextlib.nullcontext() if goes_on else pytest.warns(UserWarning, match="cannot be recorded")
+    with told:
+        assert on_group(folder, lambda loaded: answer(loaded, pages_of(loaded, 64))) == [truth] * 2
+    assert any(graph.replays for graph in graphs) == goes_on
+
+
+def test_graphs_of_a_group_are_void_after_a_failure(folder: Path, graphs: list[Recording]) -> None:
+    """Their sums were those of an aborted communicator: they are not replayed again, and others are recorded."""
+
+    @torch.inference_mode()
+    def work(loaded: Any) -> list[int]:
+        recorder, pool = StepRecorder(loaded), pages_of(loaded, 4)
+        (prefill,) = prefill_packed(loaded, [other_prompt(20)], reserve_tokens=11, pool=pool)
+        row = rows.row.Row([prefill.cache])
+        for at in range(2 * (step_graph.STEPS_BEFORE + 2)):
+            if at == step_graph.STEPS_BEFORE + 2:
+                with pytest.raises(MemoryError), OWN.group.guarded():
+                    if OWN.group.rank:
+                        raise MemoryError("no room")
+            recorder.run(row, [at])
+        return [graph.replays for graph in OWN.graphs]
+
+    assert on_group(folder, work) == [[2, 2]] * 2

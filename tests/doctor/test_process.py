@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from kvr_mpi.doctor import process
-from kvr_mpi.doctor.process import Child
+from kvr_mpi.doctor import launch
+from kvr_mpi.doctor.launch import Child
 
-REPORTER = "from kvr_mpi.doctor.process import Reporter; reporter = Reporter(); "
+REPORTER = "from kvr_mpi.doctor.launch import Reporter; reporter = Reporter(); "
 FINDING = "from kvr_mpi.doctor.findings import ok; reporter.findings([ok('a', 'b')]); "
 
 
@@ -31,31 +31,29 @@ FINDING = "from kvr_mpi.doctor.findings import ok; reporter.findings([ok('a', 'b
 )
 def test_what_a_process_wrote_is_kept_however_it_ends(program: str, step: str, problem: str) -> None:
     child = Child([sys.executable, "-c", program], os.environ)
-    outcome = child.outcome()
     child.end()
-    assert [finding.found for finding in outcome.findings] == ["b"]
-    assert outcome.step == step and problem in outcome.problem and bool(outcome.problem) == bool(problem)
-    assert not outcome.lost
+    assert [finding.found for finding in child.findings] == ["b"]
+    assert child.step == step and problem in child.problem and bool(child.problem) == bool(problem)
+    assert not child.lost
 
 
 @pytest.mark.parametrize(("closes", "problem"), [(True, "SIGKILL"), (False, "hangs")])
 def test_a_process_that_lives_on_without_a_word_is_killed(
     closes: bool, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "LEAVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(launch, "LEAVE_TIMEOUT_S", 0.5)
     program = f"import os, time; {closes} and os.close(1); time.sleep(600)"
-    assert problem in Child([sys.executable, "-c", program], os.environ).outcome(limit_s=5.0).problem
+    assert problem in Child([sys.executable, "-c", program], os.environ, limit_s=5.0).problem
 
 
 def test_no_process_outlives_its_parent() -> None:
-    inner = REPORTER + "import os; reporter.step(str(os.getpid()), 600); import time; time.sleep(600)"
+    inner = REPORTER + "import os, sys; print(os.getpid(), file=sys.stderr, flush=True); import time; time.sleep(600)"
     outer = (
-        "import os, sys; from kvr_mpi.doctor.process import Child; "
-        f"child = Child([sys.executable, '-c', {inner!r}], os.environ); "
-        "print(child._lines.get(timeout=60).decode(), flush=True); os._exit(0)"
+        "import os, signal, sys; from kvr_mpi.doctor.launch import Child; signal.alarm(20); "
+        f"Child([sys.executable, '-c', {inner!r}], os.environ)"
     )
-    run = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=120, check=True)
-    pid, ends = int(run.stdout.split('"step": "')[1].split('"')[0]), time.monotonic() + 60
+    run = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=120, check=False)
+    pid, ends = int(run.stderr), time.monotonic() + 60
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < ends:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{pid}")

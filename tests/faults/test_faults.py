@@ -18,7 +18,7 @@ from made_jobs import answers
 SEEDS = os.environ.get("KVR_TEST_SEEDS", "")
 # Seeds of each kind of job: over texts; about stored documents; with keys and values that stay spread over the ranks,
 # each of which writes its own; of a run that is extended.
-CASES = {"texts": 6, "questions": 3, "sharded": 2, "extended": 3}
+CASES = {"texts": 4, "questions": 2, "sharded": 2, "extended": 2}
 QUICK = ("texts", 4)
 
 

@@ -67,11 +67,15 @@ def run_on_gpus_here(
         network.at_work.add(threading.current_thread().name)
         work(worker)
 
+    def choose_there(*given: Any, decodes_together: bool = False, **options: Any) -> tuple[str, str]:
+        monkeypatch.setattr(HostOnly, "stages", decodes_together)
+        return "staged" if decodes_together else "nccl", "pretended"
+
     def launch(ranks: int, arguments: Sequence[str | Path], command: str = "run") -> Any:
         with monkeypatch.context() as there:
             if ranks > 1:
                 there.setattr(torch.cuda, "is_available", lambda: True)
-                there.setattr(choose, "choose", lambda *given, **options: ("nccl", "pretended"))
+                there.setattr(choose, "choose", choose_there)
                 there.setattr(loading, "load_model", load_there)
                 there.setattr(loading, "merge_adapter", merge_there)
                 there.setattr(socket, "gethostname", lambda: threading.current_thread().name)

@@ -11,6 +11,8 @@ import time
 import pytest
 import torch
 
+from kvr_mpi.decode.step_graph import record
+from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.runtime.job_ranks import join_groups
 from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.topology import Topology
@@ -23,6 +25,8 @@ FEATURES = 4096
 
 def sums_end(ranks: Transport, control: Transport, device: torch.device) -> dict[str, float]:
     """Each of two ranks fails while the other's GPU waits for it: both raise an error, and the next sums are right.
+
+    With NCCL, one of them fails once more while the other replays a graph, which keeps the communicator alive.
 
     Returns the seconds that a rank waited for the other's failure, and the milliseconds of a sum.
     """
@@ -39,6 +43,8 @@ def sums_end(ranks: Transport, control: Transport, device: torch.device) -> dict
                     raise MemoryError("no room")
                 tp_group.all_reduce(total).tolist()
         found[f"seconds to the failure of rank {failed}"] = time.monotonic() - began
+    if tp_group.can_record:
+        found["seconds to the failure of rank 1, in a replay"] = replays_end(tp_group, device)
     began = time.monotonic()
     for dtype in (torch.float32, torch.bfloat16):
         for turn in range(50):
@@ -54,6 +60,26 @@ def sums_end(ranks: Transport, control: Transport, device: torch.device) -> dict
         total = tp_group.all_reduce(parts[ranks.rank].to(device)).float().cpu()
     assert bool(((total - truth).abs() <= 2 * torch.finfo(torch.bfloat16).eps * size).all())
     return found | {"ms, a sum with its wait": 10 * (time.monotonic() - began)}
+
+
+def replays_end(tp_group: TensorParallelGroup, device: torch.device) -> float:
+    """Rank 1 fails while the other's GPU replays a graph; return the seconds until it knows."""
+    total = torch.zeros(FEATURES, device=device)
+    with tp_group.guarded():
+        with record(device, tp_group) as graph:
+            tp_group.all_reduce(total)
+        for turn in range(3):
+            total.fill_(turn + 1.0)
+            graph.replay()
+            assert total.tolist() == [2 * turn + 2.0] * FEATURES, turn
+    began = time.monotonic()
+    with pytest.raises(MemoryError, match="no room|out of memory on rank 1"), tp_group.guarded():
+        tp_group.raise_failures()
+        if tp_group.rank == 1:
+            raise MemoryError("no room")
+        graph.replay()
+        total.tolist()
+    return time.monotonic() - began
 
 
 def main() -> None:

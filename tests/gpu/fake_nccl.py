@@ -101,6 +101,8 @@ class Network:
         Ranks whose hosts see no transfer end.
     at_work : set of str
         Threads of ranks that prepare a model, or have begun with prompts.
+    stuck : list of str
+        Groups that were aborted while graphs had sums of theirs, by a thread that kept these graphs.
     late : list of str
         Pairs that connected after that: NCCL may then wait for transfers that wait for one of the two.
     ahead : dict
@@ -122,6 +124,7 @@ class Network:
         self.groups: list[Group] = []
         self.at_work: set[str] = set()
         self.late: list[str] = []
+        self.stuck: list[str] = []
         self.failure: str | None = None
         self.summed: list[tuple[torch.dtype, int]] = []  # of each sum on a rank: dtype and bytes
 
@@ -183,7 +186,7 @@ class Group:
 
     def __init__(self, network: Network, name: str, rank: int, size: int, options: Options) -> None:
         self.network, self.name, self.rank, self.size, self.options = network, name, rank, size, options
-        self.ended = ""
+        self.ended, self.recorded = "", 0  # sums in graphs
         self.forwards: list[bool] = []  # of each send, whether it was begun beside the computation
         self._streams: dict[int, Stream] = {}
         self._connected: set[int] = set()
@@ -198,15 +201,24 @@ class Group:
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Transfer:
         return self._begin(tensors, source, "receive", source, self.rank)
 
-    def allreduce(self, tensors: list[torch.Tensor]) -> Transfer:
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        if (graph := self.network.gpus._state.graph) is not None:
+            graph.sums.append((self, tensors[0]))
+            self.recorded += 1
+            return SimpleNamespace(wait=lambda: None)
         self.network.summed.append((tensors[0].dtype, tensors[0].nbytes))
         return self._begin(tensors, ALL, "sum", self.rank, self.rank)
 
     def shutdown(self) -> None:
         self.ended = self.ended or "shut down"
 
+    def forget_sum(self) -> None:
+        with self.network.lock:
+            self.recorded -= 1
+            self.network.lock.notify_all()
+
     def abort(self) -> None:
-        """End this rank's transfers, which fill their tensors with anything."""
+        """End this rank's transfers, which fill their tensors with anything; then wait for graphs to be destroyed."""
         network = self.network
         with network.lock:
             self.ended = "aborted"
@@ -216,6 +228,8 @@ class Group:
                         transfer.finish()
                     queue.clear()
             network.progress()
+            if not network.lock.wait_for(lambda: not self.recorded, TIMEOUT_S):
+                network.stuck.append(self.name)
 
     def _begin(self, tensors: list[torch.Tensor], peer: int, what: str, source: int, dest: int) -> Transfer:
         network, gpus = self.network, self.network.gpus
@@ -258,23 +272,24 @@ class Group:
 
 
 class HostOnly(LocalTransport):
-    """The control channel of ranks on GPUs, which refuses GPU memory."""
+    """The control channel of ranks on GPUs, which refuses GPU memory unless it is staged, as ``MpiTransport`` does."""
+
+    stages = False
 
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Request | None = None) -> Request:
-        return super().isend(_on_host(tensor), dest, tag)
+        return super().isend(self._on_host(tensor), dest, tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
-        return super().irecv(_on_host(tensor), source, tag)
+        return super().irecv(self._on_host(tensor), source, tag)
 
     def split(self, color: int) -> HostOnly:
         some = super().split(color)
         return HostOnly(some._hub, some.rank)
 
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, GpuTensor):
-        raise TypeError("GPU memory is passed to the control channel")
-    return tensor
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, GpuTensor) and not self.stages:
+            raise TypeError("GPU memory is passed to the control channel")
+        return tensor.on_cpu if isinstance(tensor, GpuTensor) else tensor
 
 
 def run_on_gpus(size: int, network: Network, work: Callable[[NcclTransport], T]) -> list[T]:

@@ -163,7 +163,8 @@ def groups_decode(given: Given) -> Figures:
     for ranks in (1, size):
         output = job.parent / f"group-of-{ranks}"
         settings = [f"output.path={output}", f"parallel.tensor_parallel={ranks}", "generation.temperature=0"]
-        launch(ranks, "kvr-run", str(job), *_set(settings), timeout_s=45)
+        told = launch(ranks, "kvr-run", str(job), *_set(settings), timeout_s=45)
+        assert "without CUDA graphs" not in told, told[-2000:]
         records = list(open_results(output).records())
         steps = statistics.median(each.decode_s / max(1, each.new_tokens - 1) for each in records)
         found[f"ms a step, {ranks} ranks"] = 1e3 * steps

@@ -199,19 +199,27 @@ class Event:
 
 
 class Graph:
-    """Launches and records nothing: float32 has no paged calls, which is found out on the way."""
+    """Records sums only (`fake_nccl`): float32 has no paged calls, which is found out on the way."""
 
     def __init__(self, gpus: PretendedCuda) -> None:
         self.gpus = gpus
+        self.sums: list[tuple[Any, torch.Tensor]] = []
 
     def capture_begin(self, **how: Any) -> None:
-        self.gpus._state.records = True
+        self.gpus._state.graph = self
 
     def capture_end(self) -> None:
-        self.gpus._state.records = False
+        self.gpus._state.graph = None
 
     def replay(self) -> None:
-        raise AssertionError("what is pretended here is not recorded")
+        assert self.sums, "what is pretended here is not recorded"
+        for group, tensor in self.sums:
+            group.allreduce([tensor]).wait()
+
+    def reset(self) -> None:
+        for group, _ in self.sums:
+            group.forget_sum()
+        self.sums.clear()
 
 
 class _NoStack(list[Any]):
@@ -226,7 +234,7 @@ class _ThreadState:
     device: int = 0
     streams: dict[int, Stream] | None = None
     makes_tensors: bool = False
-    records: bool = False  # a graph
+    graph: Graph | None = None  # that is recorded
 
 
 class PretendedCuda:
@@ -370,7 +378,7 @@ class PretendedCuda:
 
     def access(self, stream: Stream, reads: set[int], writes: set[int], what: str) -> None:
         """Tell the sanitizer that a kernel on a stream reads and writes these grains."""
-        if not self.watches or self._state.records:
+        if not self.watches or self._state.graph:
             return
         with self._lock:
             errors = self.handlers[stream.device]._handle_kernel_launch(

@@ -58,7 +58,7 @@ def test_ranks_are_connected_before_the_first_prompt(
     network: Network,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pair that closes a chain's ring, groups, and ranks that decode together; the answers are one rank's.
+    """The pair that closes a chain's ring, and groups; ranks that decode together have no NCCL; all answer like one.
 
     Chains of a given length are connected before free memory is measured.
     """

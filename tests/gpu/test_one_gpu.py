@@ -222,7 +222,7 @@ def test_a_step_waits_as_often_for_many_documents_as_for_two(gpu: PretendedCuda)
 
 
 def test_rows_of_packed_prompts_are_longer_on_a_gpu() -> None:
-    setups: Any = [SimpleNamespace(spec=SimpleNamespace(is_spread=False), loaded=tiny("llama-gqa")) for _ in range(2)]
+    setups: Any = [SimpleNamespace(spec=SimpleNamespace(is_sharded=False), loaded=tiny("llama-gqa")) for _ in range(2)]
     setups[1].loaded = replace(setups[1].loaded, device=GPU)
     on_cpu, on_gpu = (ChainRunner(setup, LocalTransport(), 0).pack_tokens for setup in setups)
     assert on_cpu < 8000 <= on_gpu <= 16_384

@@ -7,6 +7,7 @@ the GPU more than half its room, so that none waits for another's to end.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from pathlib import Path
@@ -94,8 +95,10 @@ def test_a_rank_that_fails_between_sums_ends_those_of_the_others(gpus: Pretended
         return sums_end(ranks, ranks._control, torch.device("cuda", ranks.rank))
 
     assert all(run_on_gpus(2, network, work)) and gpus.faults == []
-    broken = ("sum 1", "sum 2", "sum 3")
-    assert [group.ended for group in network.groups if group.name.startswith(broken)] == ["aborted"] * 6
+    broken = ("sum 1", "sum 2", "sum 3", "sum 4")
+    assert [group.ended for group in network.groups if group.name.startswith(broken)] == ["aborted"] * 8
+    gc.collect()
+    assert not network.stuck and not any(group.recorded for group in network.groups)
 
 
 def test_a_status_word_may_come_after_the_forward_pass_that_has_posted_its_receive() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import tiny
 
+from kvr_mpi.events import Span
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
 from kvr_mpi.kv.sequence import SequenceKV
@@ -61,19 +62,29 @@ def test_layers_for_a_gpu_are_read_into_page_locked_memory(monkeypatch: pytest.M
 
 
 def test_waits_are_told_apart_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = 0.0
+    at, layer = 0.0, -1
     monkeypatch.setattr("kvr_mpi.kv.clock.time", SimpleNamespace(perf_counter=lambda: at))
     clock, busy = Clock(None), Clock(None)
     for layer_s, receive_s, send_s in ((2.0, 1.0, 0.0), (3.0, 0.5, 4.0), (2.0, 0.25, 0.0)):
-        clock.mark("layer")
-        clock.mark("receive")
+        clock.mark("layer", layer := layer + 1)
+        clock.mark("wait", layer, 1)
         at += receive_s
-        clock.mark("go on")
+        clock.mark("continue")
         at += layer_s
-        clock.mark("send")
+        clock.mark("send wait", layer)
         at += send_s
-        clock.mark("go on")
-        busy.mark("layer", 2)
-    assert clock.read() == ([0.0, 3.0, 10.5], [0.0, 2.0, 5.0], 1.75, 4.0)
-    assert busy.read() == ([3.0, 3.0, 10.5, 10.5, 12.75, 12.75], [0.0, 0.0, 7.5, 7.5, 9.75, 9.75], 0.0, 0.0)
+        clock.mark("continue")
+        for each in range(2):
+            busy.mark("layer", 2 * layer + each)
+    spans, *times = clock.read(-1.0, 13.0)
+    assert times == [[0.0, 2.0, 5.0], 1.75, 4.0]
+    assert [span for span in spans if span.kind == "layer"] == [
+        *(Span("layer", -1.0, 3.0, layer=0), Span("layer", 3.0, 10.5, layer=1), Span("layer", 10.5, 13.0, layer=2))
+    ]
+    assert [span for span in spans if span.kind == "wait"] == [
+        Span("wait", began_s, ended_s, layer=layer, peer=1)
+        for layer, (began_s, ended_s) in enumerate(((0.0, 1.0), (3.0, 3.5), (10.5, 10.75)))
+    ]
+    assert sum(span.ended_s - span.began_s for span in spans if span.kind == "send wait") == 4.0
+    assert busy.read()[1:] == ([0.0, 0.0, 7.5, 7.5, 9.75, 9.75], 0.0, 0.0)
     assert Clock(None).read() == ([], [], 0.0, 0.0)

@@ -38,7 +38,9 @@ def shared(loaded: LoadedModel, tokens: int, pool: Pool, before: int = 0) -> Seq
     return document
 
 
-def ask(loaded: LoadedModel, document: SequenceKV, ends: Sequence[Sequence[int]], pool: Pool) -> list[Prefill]:
+def ask(
+    loaded: LoadedModel, document: SequenceKV, ends: Sequence[Sequence[int]], pool: Pool | None = None
+) -> list[Prefill]:
     ids = [[*document.ids, *end] for end in ends]
     return prefill_packed(loaded, ids, prefix=document, reserve_tokens=NEW_TOKENS, pool=pool)
 
@@ -95,9 +97,9 @@ def test_prompts_hold_one_copy_of_their_document_until_the_last_one_leaves(pages
     truth = [answered(loaded, [each], [alone(loaded, each, NEW_TOKENS)])[0] for each in ids]
     document, each = shared(loaded, tokens, pool), loaded.shape.kv_bytes_per_token
     held = {}
-    for count in (1, 8):
-        prefills = ask(loaded, document, (2 * ENDS)[:count], pool)
-        held[count] = bytes_of([prefill.cache for prefill in prefills])
+    for count in (1, 8):  # by default, prompts lie in the pool of the document
+        prefills = ask(loaded, document, (2 * ENDS)[:count])
+        held[count] = bytes_of([document, *(prefill.cache for prefill in prefills)])
         for prefill in prefills:
             prefill.release()
     follows = (PAGE_ROWS if pages else max(map(len, ENDS)) + NEW_TOKENS) * each

@@ -107,10 +107,10 @@ def test_several_queries_of_a_document_are_those_of_one_after_the_other(library:
     units = [Unit(*of, rows[of], rows[of]) for of in ((0, 0), (0, 1), (1, 0), (2, 1))]
     shared = Unit(0, 1, rows[2, 0], rows[2, 0], 300, grows=False)
     table = UnitTable(3, 2, [*units[:1], shared, *units[1:]])
-    documents, before = np.array([0, 0, 0, 1, 2, 2]), np.array([510, 511, 512, 3, 700, 701])
+    documents, before = [0, 0, 0, 1, 2, 2], np.array([510, 511, 512, 3, 700, 701])
     query = torch.randn(1, 6, 6, 64)
     for firsts in (None, np.maximum(0, before - 200)):
-        out, lse = library.attend_units(query, table, before + 1, 0.2, firsts, table.pick(documents))
+        out, lse = library.attend_units(query, table, before + 1, 0.2, firsts, np.array([0, 3, 4, 6]))
         for at, document in enumerate(documents):
             lengths, some = np.full(3, 5), None if firsts is None else np.zeros(3, np.int64)
             lengths[document] = before[at] + 1
@@ -123,9 +123,44 @@ def test_several_queries_of_a_document_are_those_of_one_after_the_other(library:
 def test_rows_beyond_the_memory_are_not_read(library: KernelLibrary) -> None:
     rows = torch.randn(20, 64)
     table = UnitTable(2, 1, [Unit(0, 0, rows, rows), Unit(1, 0, rows, rows, filled=5, grows=False)])
+    new = torch.full((2, 1, 1, 2, 64), math.nan)
     for lengths in ([21, 3], [0, 3]):
-        with pytest.raises(ValueError, match=rf"units of \[{lengths[0]}, 5\] rows with room for \[20, 20\]"):
-            library.attend_units(torch.randn(1, 3, 2, 64), table, np.array(lengths), 0.2)
+        with pytest.raises(ValueError, match=rf"with room for 20, of documents of \[{lengths[0]}, 3\]"):
+            library.attend_units(torch.randn(1, 3, 2, 64), table, np.array(lengths), 0.2, new=(new[0], new[1]))
+    assert bool(rows.isfinite().all()), "nor is anything written"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(9, 3), (4, 1), (2, 2)])
+def test_documents_that_share_rows_attend_as_each_alone(
+    library: KernelLibrary, heads: tuple[int, int], dtype: torch.dtype, threads: int
+) -> None:
+    """To the bit, whoever else reads the rows; and the new tokens are written to each document's own."""
+    torch.manual_seed(3)
+    torch.set_num_threads(threads)
+    (many, kv_heads), lengths = heads, [900 + 3, 900 + 40, 900 + 41, 900 + 300, 7]  # the middle two of one document
+    edges, shared = np.array([0, 1, 3, 4, 5]), torch.randn(2, kv_heads, 900, 64).to(dtype)
+    own = torch.randn(4, 2, kv_heads, 320, 64).to(dtype)
+    query = torch.randn(1, 5, many, 64).to(dtype).transpose(1, 2)
+    keys, values = torch.randn(2, 1, 5, kv_heads, 64).to(dtype).transpose(2, 3)
+    units = [Unit(0, head, *shared[:, head], 900, grows=False, documents=3) for head in range(kv_heads)]
+    befores = [-900, -900, -900, 0]
+    for document, head in itertools.product(range(4), range(kv_heads)):
+        units.append(Unit(document, head, *own[document, :, head], befores[document], first=900))
+    table, before = UnitTable(4, kv_heads, units), own.clone()
+    out, lse = library.attend_units(query, table, np.array(lengths), 0.2, edges=edges, new=(keys, values))
+    for at, document in enumerate(np.repeat(range(4), np.diff(edges))):
+        row = lengths[at] + befores[document] - 1
+        before[document, 0, :, row], before[document, 1, :, row] = keys[0, :, at], values[0, :, at]
+        mine = [
+            unit._replace(document=0, documents=1)
+            for unit in units
+            if unit.document <= document < unit.document + unit.documents
+        ]
+        some = query[:, :, at : at + 1], UnitTable(1, kv_heads, mine), np.array(lengths[at : at + 1])
+        assert all(map(torch.equal, library.attend_units(*some, 0.2), (out[at : at + 1], lse[at : at + 1])))
+    assert torch.equal(own, before)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 30.0, -30.0])

@@ -20,13 +20,13 @@ from made_runs import STAMP, take, write
 
 from kvr_mpi.cli import group
 from kvr_mpi.errors import DataError
+from kvr_mpi.events import Events, Span, TracedPrompt
 from kvr_mpi.logs import SILENT
 from kvr_mpi.report.charts import Chart, draw_first_token, draw_memory, draw_progress, draw_speedup
 from kvr_mpi.report.page import PAGE_BYTES, RunFacts, make_page, pack_answers, page_of
 from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.record import Record
-from kvr_mpi.store.traces import RankTrace, TracedPrompt, TraceHeader, TraceWriter, read_traces
-from kvr_mpi.trace import Recorder, Span
+from kvr_mpi.store.traces import RankTrace, TraceHeader, TraceWriter, read_traces
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -81,22 +81,22 @@ def packed(page: bytes) -> Any:
 def record_run(folder: Path, documents: Sequence[str], ahead_s: float = 0.0) -> None:
     """Two ranks' traces: rank 0 computes for 2 s and sends; rank 1 waits 0.5 s for it."""
     for rank in range(2):
-        recorder = Recorder(is_on=True)
+        events = Events(keeps_spans=True)
         header = TraceHeader(rank, 2, 1, "here", "cpu", 1, token_s=1e-3, pair_s=1e-7)
-        writer = TraceWriter(folder, header, recorder, offset_s=1000.0, limit_bytes=1 << 20, logger=SILENT)
+        writer = TraceWriter(folder, header, events, offset_s=1000.0, limit_bytes=1 << 20, logger=SILENT)
         writer.add_clock(ahead_s * rank, 1e-4)
         for number, name in enumerate(documents):
             bounds = ((0, 600), (600, 900))[rank]
             prompt = TracedPrompt(name, 0, "prompt", 900, *bounds, 0, 2, 1, predicted_s=2.0 - rank)
-            writer.add_prompt(number, prompt)
+            events.begin_prompt(prompt)
             at = 10.0 * number
-            recorder.add(Span("prefill", at, at + 2.5, number))
-            recorder.add(Span("layer", at, at + 2.5, number, 0))
+            events.add(Span("prefill", at, at + 2.5, number))
+            events.add(Span("layer", at, at + 2.5, number, 0))
             if rank:
-                recorder.add(Span("wait", at + 1, at + 1.5, number, 0, 0))
-                recorder.add(Span("receive", at, at + 1.5, number, 0, 0, 64))
+                events.add(Span("wait", at + 1, at + 1.5, number, 0, 0))
+                events.add(Span("receive", at, at + 1.5, number, 0, 0, 64))
             else:
-                recorder.add(Span("send", at + 1.2, at + 1.5, number, 0, 1, 64))
+                events.add(Span("send", at + 1.2, at + 1.5, number, 0, 1, 64))
         writer.close()
 
 
@@ -260,3 +260,12 @@ def test_unsupported_words_are_counted_and_marked() -> None:
     assert columns["unsupported"] == [2, -1, 0, -1]
     assert columns["marks"] == [[[6, 10]], [], [], []]
     assert columns["ttft"] == [1.5, 1.5, 1.5, -1]
+
+
+def test_headings_of_narrow_columns_fit_into_them() -> None:
+    """At 13.5 px, a bold character of a wide font such as DejaVu Sans takes about 9 px."""
+    page = page_with([done("a")]).decode()
+    narrowest = min(map(int, re.findall(r"\.wnum \{ width: (\d+)px", page))) - 2 * 5
+    headings = re.findall(r'<th class="n wnum"><button[^>]*>([^<]*)<', page)
+    words = [word for heading in headings for word in re.split(r" |(?<=&shy;)", heading)]
+    assert len(headings) == 4 and max(len(word.replace("&shy;", "-")) for word in words) * 9 <= narrowest

@@ -168,3 +168,23 @@ def test_what_takes_whole_keys_refuses_them_by_name(
     found = {record.document: record for record in refused.records.values()}
     assert found["doc-0.txt"].status == "done" and "leave parallel.ranks_per_chain out" in found["doc-4.txt"].error
     assert "with one of 1 stored prompts" in run_job(1, f"documents.reuse={stored}").log
+
+
+@pytest.mark.slow
+def test_a_text_compressed_without_a_question_is_asked_again(run_job: Any, ask: Any) -> None:
+    """KVzip, with its second pass on the rank that decodes."""
+    settings = ("compress.method=kvzip", "compress.budget=0.3", "output.kv=true")
+    one, two = run_job(1, *settings), run_job(2, *settings)
+    assert one.tokens == two.tokens
+    for name in one.records:
+        record, kv = open_document(two.folder, name)
+        assert kv.tokens is not None and record.compression == "kvzip: budget 0.3, observes document"
+        start, stop = kv.tokens.text
+        around = record.prompt_tokens - (stop - start)
+        assert record.retained_tokens == pytest.approx(around + 0.3 * (stop - start), abs=4)
+        kept = [len(head) for layer in kv.layers for head in kv.kept(layer) or ()]
+        assert len(set(kept)) > 1, "heads compete"
+    asked = ask(two.folder)
+    assert {record.compression for record in asked.records.values()} == {"kvzip: budget 0.3, observes document"}
+    assert all(record.status == "done" for record in asked.records.values())
+    assert ask(one.folder, ranks=2).tokens == asked.tokens

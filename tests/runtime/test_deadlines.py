@@ -26,7 +26,7 @@ def test_waits_for_a_rank_grow_with_the_work_of_the_wave(has_rates: bool, monkey
         loaded = SimpleNamespace(
             device=torch.device("cpu"), shape=tiny("llama-gqa").shape, model=tiny("llama-gqa").model
         )
-        setup: Any = SimpleNamespace(loaded=loaded, rates=rates, spec=SimpleNamespace(is_spread=False))
+        setup: Any = SimpleNamespace(loaded=loaded, rates=rates, spec=SimpleNamespace(is_sharded=False))
         runner, found = ChainRunner(setup, rank, 0), list[float]()
         loaded.device = torch.device(device)
         assert runner.forwarder is not None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from kvr_mpi.decode.lookup import Decoded
+from kvr_mpi.events import Events
+from kvr_mpi.runtime.decoder import Decoder
+from kvr_mpi.runtime.stopping import Stop
 
 LONG = ("generation.max_new_tokens=60", "generation.stop_repetition=false")
 
@@ -36,3 +42,29 @@ def test_records_in_16_bits_name_it(run_job: Any) -> None:
         for lookup, more in (("auto", ("generation.lookup=auto",)), ("false", ()))
     }
     assert names["auto"] == f"{names['false']}; prompt lookup"
+
+
+def test_the_time_left_counts_all_tokens_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 2 s yields 4 tokens of the only answer."""
+    now_s, reported = [100.0], list[tuple[int, int, float]]()
+
+    def step() -> list[Any]:
+        now_s[0] += 2.0
+        decoded.steps, decoded.tokens = decoded.steps + 1, decoded.tokens + 4
+        batch.running = int(decoded.steps < 10)
+        return []
+
+    def report(answers: int, tokens: int, token_s: float, why: str) -> None:
+        reported.append((answers, tokens, token_s))
+
+    decoded = Decoded()
+    group = SimpleNamespace(waits=False, ranks=None)
+    batch = SimpleNamespace(decoded=decoded, running=1, step=step, left=[40], group=group)
+    spec = SimpleNamespace(parallel=SimpleNamespace(tensor_parallel=1))
+    setup: Any = SimpleNamespace(open_decode_batch=lambda group, logger: batch, kernels="", spec=spec)
+    sink: Any = SimpleNamespace(logger=None, report_decoding=report)
+    monkeypatch.setattr("kvr_mpi.runtime.decoder.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    events = Events()
+    Decoder(setup, sink, Stop(), events).decode()
+    assert reported == [(1, 40, pytest.approx(0.5))]
+    assert (events.totals.steps, events.totals.step_tokens) == (10, 40)

@@ -35,7 +35,7 @@ def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, n
 
 
 @pytest.mark.parametrize(
-    ("device", "is_spread", "fails", "found"),  # found: why not, whether in pages, and what was tried
+    ("device", "is_sharded", "fails", "found"),  # found: why not, whether in pages, and what was tried
     [
         ("cuda", False, "", (None, True, ["pages"])),
         ("cuda", False, "pages", (None, False, ["pages", "rows"])),
@@ -45,7 +45,7 @@ def test_pages_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, n
     ],
 )
 def test_pages_are_for_packed_documents_on_gpus(
-    device: str, is_spread: bool, fails: str, found: Any, monkeypatch: pytest.MonkeyPatch
+    device: str, is_sharded: bool, fails: str, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that hold documents in a row show that they run so: that is not tried again."""
     tried, said = list[str](), list[str]()
@@ -58,6 +58,6 @@ def test_pages_are_for_packed_documents_on_gpus(
 
     monkeypatch.setattr(prepare, "why_not_packed", fail)
     loaded, cache = replace(tiny("llama-gqa"), device=torch.device(device)), SimpleNamespace(is_rolling=False)
-    spec = SimpleNamespace(is_spread=is_spread, cache=cache)
+    spec = SimpleNamespace(is_sharded=is_sharded, cache=cache)
     assert (*try_rows(spec, loaded, logger_to(said)), tried) == found  # type: ignore[arg-type]
     assert ["pages fail" in line for line in said] == [True] * (fails == "pages" and tried[0] == "pages")

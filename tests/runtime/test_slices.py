@@ -36,7 +36,7 @@ def chain_of(size: int, **session: Any) -> Any:
     usual: dict[str, Any] = {
         "spec": SimpleNamespace(
             is_plain=False,
-            is_spread=False,
+            is_sharded=False,
             questions=None,
             chunk_tokens="auto",
             generation=SimpleNamespace(max_new_tokens=4),
@@ -123,7 +123,7 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
 def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
     spec = SimpleNamespace(
         is_plain=False,
-        is_spread=True,
+        is_sharded=True,
         questions=None,
         chunk_tokens="auto",
         generation=SimpleNamespace(max_new_tokens=4),

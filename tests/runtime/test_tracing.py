@@ -12,15 +12,14 @@ import pytest
 import torch
 from made_logs import logger_to
 
+from kvr_mpi.events import Events, Span
 from kvr_mpi.plain import read_plain
 from kvr_mpi.report.page import page_of
 from kvr_mpi.runtime import meters
 from kvr_mpi.runtime.meters import Meters
-from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.store.cost import Cost, total_cost
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.traces import RankTrace, TraceHeader, TraceWriter, read_traces, trace_files
-from kvr_mpi.trace import Recorder, Span
 
 HEADER = TraceHeader(rank=0, size=1, session=1, host="here", device="cpu", layers=2)
 TRACED = "output.trace=true"
@@ -93,10 +92,10 @@ def test_a_resumed_job_adds_its_own_and_overwriting_removes_all(run_job: Any) ->
 
 def write_spans(folder: Path, count: int, limit_bytes: int = 1 << 20) -> list[str]:
     said: list[str] = []
-    recorder = Recorder(is_on=True)
-    writer = TraceWriter(folder, HEADER, recorder, offset_s=1000.0, limit_bytes=limit_bytes, logger=logger_to(said))
+    events = Events(keeps_spans=True)
+    writer = TraceWriter(folder, HEADER, events, offset_s=1000.0, limit_bytes=limit_bytes, logger=logger_to(said))
     for number in range(count):
-        recorder.add(Span("wait", number, number + 0.5, 0, 1, 0))
+        events.add(Span("wait", number, number + 0.5, 0, 1, 0))
     writer.close()
     return said
 
@@ -155,7 +154,7 @@ def add_zone(powercap: Path, zone: str, name: str, microjoules: int = 0) -> Path
 
 
 def spent(meter: Meters) -> float | None:
-    return meter.cost(Tally()).joules
+    return meter.cost().joules
 
 
 def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(
@@ -170,7 +169,7 @@ def test_packages_and_memory_count_once_and_ranks_of_a_host_share_them(
     for file in (*files, *others):
         file.write_text("4000000")
     assert spent(first) == spent(second) == pytest.approx(6.0)
-    found = total_cost(meter.cost(Tally(rank_s=3.0), 4) for meter in (first, second))
+    found = total_cost(meter.cost(3.0, 4) for meter in (first, second))
     assert found.joules == pytest.approx(12.0) and found.meters == "RAPL: dram, package"
     assert found.joules_per_rank_s == pytest.approx(2.0)
     assert (found.node_s, found.core_s) == (10, 80), "the first rank of a host counts the node"
@@ -186,13 +185,13 @@ def test_a_counter_that_begins_anew_goes_on(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_has_no_figure_but_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     powercap = tmp_path / "powercap"
-    assert "has no RAPL zones" in Meters(CPU, powercap=powercap).cost(Tally()).meters
+    assert "has no RAPL zones" in Meters(CPU, powercap=powercap).cost().meters
     file = add_zone(powercap, "0", "package-0")
     meter = Meters(CPU, powercap=powercap)
     file.unlink()
-    assert spent(meter) is None and "a counter failed" in meter.cost(Tally()).meters
+    assert spent(meter) is None and "a counter failed" in meter.cost().meters
     file.write_text("much")
-    assert "much" in Meters(CPU, powercap=powercap).cost(Tally()).meters
+    assert "much" in Meters(CPU, powercap=powercap).cost().meters
 
     def refuse(self: Path, *given: Any, **options: Any) -> str:
         if self.name == "energy_uj":
@@ -201,7 +200,7 @@ def test_what_cannot_be_read_has_no_figure_but_a_reason(tmp_path: Path, monkeypa
 
     read = Path.read_text
     monkeypatch.setattr(Path, "read_text", refuse)
-    closed = Meters(CPU, powercap=powercap).cost(Tally())
+    closed = Meters(CPU, powercap=powercap).cost()
     assert closed.joules is None and closed.meters.endswith("energy_uj is for root only")
     known = Cost("a", joules=5.0, rank_s=1.0, meters="RAPL: package")
     assert total_cost([known, closed]).joules is None, "half of the energy is no figure"

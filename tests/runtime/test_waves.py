@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.events import Events
 from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
-from kvr_mpi.runtime.tracing import Trace
 from kvr_mpi.runtime.waves import MAX_WAVE_S, Held, Next, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
-from kvr_mpi.trace import Recorder
 from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -170,7 +169,7 @@ def test_a_part_that_does_not_fit_fails_its_document_once() -> None:
     stop: Any = SimpleNamespace(
         announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True, is_over=False
     )
-    leader = Leader(planner, queue, source, sink, stop, Trace(Recorder()))
+    leader = Leader(planner, queue, source, sink, stop, Events())
     leader.begin_wave([Held()], [])
     first = leader.next_message(0)
     assert isinstance(first, Plan) and first.prompt.part == 0

@@ -13,11 +13,11 @@ import pytest
 from made_logs import logger_to
 from made_tables import a_table
 
+from kvr_mpi.events import Totals
 from kvr_mpi.job import JobSpec
 from kvr_mpi.runtime import outcome
 from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.session import Machine
-from kvr_mpi.runtime.tally import Tally
 from kvr_mpi.schedule.history import (
     KEPT_JOBS,
     History,
@@ -126,7 +126,7 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
     job = {"model": {"path": "m"}, "documents": {"path": "d"}, "output": {"path": "o"}}
     loaded = SimpleNamespace(fingerprint=NAME[0], dtype="torch.float32")
     frame = SimpleNamespace(max_tokens=8000, text_budget=7900, overlap=0)
-    done, said = Tally(texts=[3000, 5000, 500], prompts=3, new_tokens=150, answers=3), list[str]()
+    done, said = Totals(texts=[3000, 5000, 500], prompts=3, new_tokens=150, answers=3), list[str]()
 
     def keeps(seconds: float, **more: Any) -> Any:
         spec = JobSpec.model_validate(job | more)

@@ -17,6 +17,7 @@ from made_runs import take
 
 from kvr_mpi.cli import group
 from kvr_mpi.disk import remove_rank_files
+from kvr_mpi.events import Events, Totals
 from kvr_mpi.logs import SILENT
 from kvr_mpi.store.states import STATE_BYTES, RankState, StateWriter, read_states, silent_ranks
 from kvr_mpi.store.status import read_status
@@ -25,13 +26,13 @@ STATE = RankState(0, 4, 1, "here", 1000.0, "prefilling", 1100.0, None, 5.0, 1100
 
 
 @contextmanager
-def writers(folder: Path, count: int, **more: Any) -> Iterator[list[StateWriter]]:
-    """Write the states of so many ranks."""
+def writers(folder: Path, count: int, **more: Any) -> Iterator[list[Events]]:
+    """Write the states of so many ranks, with these events."""
     given = {"session": 1, "deadline_s": None, "logger": SILENT, **more}
     with ExitStack() as stack:
-        found = [StateWriter(folder, rank, count, **given) for rank in range(count)]
-        for writer in found:
-            stack.callback(writer.close)
+        found = [Events() for _ in range(count)]
+        for rank, events in enumerate(found):
+            stack.callback(StateWriter(folder, rank, count, **given, events=events).close)
         yield found
 
 
@@ -39,9 +40,9 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("kvr_mpi.store.states.EVERY_S", 0.05)
     run = take(tmp_path)
     with writers(tmp_path, 2, deadline_s=time.time() + 3600) as (first, second):
-        first.tell("prefilling", "a\x1b[2J.txt")
-        second.follow(lambda: (1000, 20, 3))
-        second.tell("decoding", "3 answers")
+        first.begin("prefilling", "a\x1b[2J.txt")
+        second.totals = Totals(prompt_tokens=1000, new_tokens=20, prefilled=3)
+        second.begin("decoding", "3 answers")
         deadline = time.monotonic() + 300
         while {each.doing for each in read_status(tmp_path).ranks} != {"prefilling", "decoding"}:
             assert time.monotonic() < deadline
@@ -62,7 +63,7 @@ def test_ranks_say_what_they_are_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_rank_that_has_gone_silent_is_named_first(tmp_path: Path) -> None:
     run = take(tmp_path)
     with writers(tmp_path, 4, tensor_parallel=2) as found:
-        found[2].follow(lambda: (1000, 10, 2))
+        found[2].totals = Totals(prompt_tokens=1000, new_tokens=10, prefilled=2)
         states = read_states(tmp_path, 1)
         assert [state.name for state in states][1:3] == ["rank 1 (group 0.1)", "rank 2 (group 1.0)"]
         assert [state.is_first_of_group for state in states] == [True, False, True, False]
@@ -112,8 +113,8 @@ def test_what_is_no_state_is_left_out(tmp_path: Path, change: dict[str, Any] | s
 def test_a_job_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
     said: list[str] = []
     (tmp_path / "states").write_text("somebody's own")
-    with writers(tmp_path, 1, logger=logger_to(said)) as (writer,):
-        writer.tell("prefilling", "a")
+    with writers(tmp_path, 1, logger=logger_to(said)) as (events,):
+        events.begin("prefilling", "a")
     assert len(said) == 1 and "kvr status" in said[0] and (tmp_path / "states").read_text() == "somebody's own"
     (tmp_path / "states").unlink()
     (tmp_path / "elsewhere").mkdir()
