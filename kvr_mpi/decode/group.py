@@ -135,9 +135,19 @@ class Group:
         """
         greedy = likeliest(logits)  # of all prompts at once: few kernels on a GPU
         chosen = greedy.clone()
+        alike: dict[float | None, list[int]] = {}
         for at, each in enumerate(documents):
             if each.writing is not None and not each.writing.is_greedy:
-                chosen[at] = each.writing.choose(logits[at])
+                alike.setdefault(each.writing.only_penalty, []).append(at)
+        for penalty, rows in alike.items():
+            answers = [one for at in rows if (one := documents[at].writing) is not None]
+            if penalty is not None and len(rows) > 1:
+                some = logits if len(rows) == len(documents) else logits[rows]
+                if (found := DecodeSequence.choose_together(answers, some.contiguous())) is not None:
+                    chosen[rows] = found
+                    continue
+            for at, answer in zip(rows, answers, strict=True):
+                chosen[at] = answer.choose(logits[at])
         tokens: list[int] = chosen.where(greedy != NOT_FINITE, greedy).tolist()
         return [0 if each.writing is None else token for each, token in zip(documents, tokens, strict=True)]
 

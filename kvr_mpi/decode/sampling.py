@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
@@ -261,6 +261,7 @@ class DecodeSequence:
         with self._failing_alone():
             self._ids = np.empty(len(prompt_ids) + rules.max_new_tokens, dtype=np.int64)
             self._ids[: len(prompt_ids)] = prompt_ids
+            self._largest = int(self._ids[: len(prompt_ids)].max())
             # On a GPU, another copy is kept there if processors read it.
             self._on_device = torch.from_numpy(self._ids) if device.type == "cpu" else None
             self._begin(seed)
@@ -312,6 +313,16 @@ class DecodeSequence:
         return self._generator is None and not self._processors and self._trace is None
 
     @property
+    def only_penalty(self) -> float | None:
+        """The repetition penalty, if the answer is greedy and nothing else changes its logits; otherwise None."""
+        if self._generator is not None or self._trace is not None or len(self._processors) != 1:
+            return None
+        (one,) = self._processors
+        if type(one) is not RepetitionPenaltyLogitsProcessor or one.prompt_ignore_length is not None:
+            return None
+        return float(one.penalty)
+
+    @property
     def ids(self) -> Integers:
         """Prompt and answer so far (tokens,)."""
         return self._ids[: self._prompt_tokens + len(self.token_ids)]
@@ -339,6 +350,24 @@ class DecodeSequence:
             chosen = torch.multinomial(probabilities.where(is_usable, 1.0), 1, generator=self._generator)[0]
             return chosen.where(is_usable, NOTHING_TO_CHOOSE)
         return likeliest(logits)
+
+    @classmethod
+    def choose_together(cls, answers: Sequence[DecodeSequence], logits: torch.Tensor) -> torch.Tensor | None:
+        """Choose the next tokens of answers with the same `only_penalty` from logits (answers, vocab_size).
+
+        The tokens are those of `choose`: the penalty of a logit depends only on the logit and on whether its token
+        occurs. So the answers count as one, with a vocabulary of its own for each. Returns None if that fails.
+        """
+        vocab = logits.shape[-1]
+        if any(each._largest >= vocab for each in answers):  # ids that have no logits
+            return None
+        try:
+            ids = torch.cat([each._device_ids()[0] + row * vocab for row, each in enumerate(answers)])
+            return likeliest(answers[0]._processors(ids[None], logits.view(1, -1)).view(-1, vocab), NOTHING_TO_CHOOSE)
+        except torch.AcceleratorError:  # after which a GPU computes nothing more
+            raise
+        except Exception:  # such as too little memory for all of them
+            return None
 
     def write_first(self, logits: torch.Tensor | None) -> None:
         """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
