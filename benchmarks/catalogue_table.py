@@ -72,7 +72,8 @@ def render(entries: dict[str, Entry], verdicts: Sequence[Verdict], versions: str
             alike[verdict.kind, _in_words(verdict)].append(verdict.name)
         text += f"\n{title}:\n\n" * bool(alike)
         for (kind, words), names in alike.items():
-            text += WRAPPER.fill(f"- **{kind}: {words}**: {', '.join(names)}") + "\n"
+            listed = f"{len(names)} of them" if rows is variants and kind in (FAST, GENERIC) else ", ".join(names)
+            text += WRAPPER.fill(f"- **{kind}: {words}**: {listed}") + "\n"
     return text
 
 

@@ -25,6 +25,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvr_mpi.errors import counted
+from kvr_mpi.events import Span, TracedPrompt
+from kvr_mpi.report.charts import WIDTH as CHART_WIDTH
+from kvr_mpi.report.charts import Chart, draw_timeline
+from kvr_mpi.report.style import palette
+from kvr_mpi.report.svg import BOTTOM, TOP, Drawing, escaped
+from kvr_mpi.report.timeline import Lane, Timeline
+from kvr_mpi.store.traces import TraceHeader
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA, DRAWN = ROOT / "docs" / "data", ROOT / "docs" / "figures"
@@ -36,6 +43,7 @@ SUMMARIZED = "SmolLM2-135M, 1,024 tokens"
 GPU, GPU_SUMMARIZED = "first-token-gpu", "H200: first token, 16,384 tokens"
 NOT_MEASURED = "-"
 WIDTH = 120
+BAR = 26  # height of a bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +53,10 @@ class Measurement:
     date, dated_by : day of the run, or that of the commit which brought the figures: the run is not younger.
     commit : the code that was measured, or the first commit that held the figures.
     measures : files and folders of the code that the figures depend on.
-    kind : ``bench``: rows of ``first-token --json``; ``table``: rows of `columns`; ``text``: said in sentences only.
+    kind : ``bench``: rows of ``first-token --json``; ``table``: rows of `columns`; ``timeline``: spans of a trace,
+        which only the picture shows; ``text``: said in sentences only.
     columns : name of each column, and how its values are written (a format).
+    prompt : the prompt of a timeline: document, tokens, and rank, start and stop of each slice.
     said : page, and what is on it word by word.
     """
 
@@ -58,9 +68,10 @@ class Measurement:
     dated_by: Literal["run", "commit"]
     commit: str
     measures: list[str]
-    kind: Literal["bench", "table", "text"]
+    kind: Literal["bench", "table", "timeline", "text"]
     columns: list[tuple[str, str]] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
+    prompt: dict[str, Any] = field(default_factory=dict)
     said: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -80,7 +91,7 @@ def render(measured: Measurement) -> str:
     when = f"{day.day} {day:%B %Y}" + (f" (of commit {measured.commit})" if measured.dated_by == "commit" else "")
     source = f"`{measured.command}`, {when}; {measured.machine}."
     lines = textwrap.wrap(source, WIDTH, break_long_words=False, break_on_hyphens=False)
-    return "\n".join([*([table, ""] if measured.rows else []), *lines])
+    return "\n".join([*([table, ""] if measured.rows and measured.kind != "timeline" else []), *lines])
 
 
 def _plain_table(measured: Measurement) -> str:
@@ -188,6 +199,11 @@ def differing(measured: dict[str, Measurement]) -> list[str]:
         plot = DRAWN / f"{one.name}.svg"
         if one.kind == "bench" and (not plot.is_file() or digest(one) not in plot.read_text()):
             found.append(f"{plot.relative_to(ROOT)} was drawn from other rows")
+    found += [
+        f"docs/figures/{name} was drawn from other rows"
+        for name, text in charts(measured).items()
+        if not (DRAWN / name).is_file() or (DRAWN / name).read_text() != text
+    ]
     return found
 
 
@@ -202,6 +218,69 @@ def draw(measured: Measurement) -> None:
 
     DRAWN.mkdir(exist_ok=True)
     plot_bench(measured.rows, DRAWN / f"{measured.name}.svg", about=digest(measured))
+
+
+def charts(measured: dict[str, Measurement]) -> dict[str, str]:
+    """Draw the charts that need no matplotlib, by file name, as the report draws its own."""
+    of_dtypes = [measured[f"first-token-{dtype}"].rows for dtype in ("bfloat16", "float32")]
+    return {
+        "timeline.svg": _as_file(draw_timeline(_timeline(measured["timeline"]))),
+        "first-token-bars.svg": _as_file(_bars(of_dtypes)),
+    }
+
+
+def _timeline(measured: Measurement) -> Timeline:
+    """Make the timeline of a trace's spans."""
+    document, tokens, slices = (measured.prompt[name] for name in ("document", "tokens", "slices"))
+    lanes = []
+    for rank, start, stop in slices:
+        spans = [
+            Span(kind, began_s, ended_s, 0, layer, peer, amount)
+            for of, kind, layer, peer, began_s, ended_s, amount in measured.rows
+            if of == rank
+        ]
+        header = TraceHeader(rank, len(slices), 1, "", "cpu", 1 + max(span.layer for span in spans))
+        prompt = TracedPrompt(document, 0, "prompt", tokens, start, stop, 0, len(slices), slices[-1][0])
+        (prefill,) = (span for span in spans if span.kind == "prefill")
+        lanes.append(Lane(header, prompt, prefill, spans))
+    return Timeline(lanes)
+
+
+def _bars(of_dtypes: list[list[Any]]) -> Chart:
+    """Draw seconds to the first token as bars, one for each engine, with what it computes in."""
+    bars = [
+        (f"{row[1]}: {row[2]}", row[3])
+        for rows in of_dtypes
+        for row in sorted((row for row in rows if row[0] == SUMMARIZED), key=lambda row: row[3])
+    ]
+    drawing = Drawing(CHART_WIDTH, TOP + BAR * len(bars) + BOTTOM, f"seconds to the first token: {SUMMARIZED}")
+    x = drawing.x_axis(1.1 * max(seconds for _, seconds in bars), f"seconds to the first token, {SUMMARIZED}", left=310)
+    for number, (name, seconds) in enumerate(bars):
+        top = TOP + BAR * number
+        drawing.text(303, top + 17, name, anchor="end", quiet=False)
+        drawing.rect(x(0), top + 4, x(seconds) - x(0), BAR - 8, "ours" if name.startswith("kvr-mpi:") else "rival")
+        drawing.text(x(seconds) + 6, top + 17, f"{seconds:.2f} s", quiet=False)
+    return Chart("", drawing, "")
+
+
+def _as_file(chart: Chart) -> str:
+    """Write a chart as an SVG file, with its legend below, for light and dark pages."""
+    drawing = chart.drawing
+    width, height = drawing.width, drawing.height + (24 if chart.legend else 0)
+    legend, left = Drawing(width, height, ""), 12.0
+    for color, text in chart.legend:
+        legend.rect(left, height - 15, 12, 12, color)
+        legend.text(left + 17, height - 5, text)
+        left += 45 + 6.2 * len(text)
+    style = (
+        palette(0) + "svg{background:var(--page)}text{font:12px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
+        ".loud{fill:var(--text)}.bold{font-weight:600}polyline{fill:none}"
+    )
+    parts = "".join([*drawing.parts, *legend.parts])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        f'aria-label="{escaped(drawing.label)}"><style>{style}</style>{parts}</svg>\n'
+    )
 
 
 def age_of(measured: Measurement) -> str:
@@ -268,6 +347,8 @@ def main() -> int:
         for one in measured.values():
             if one.kind == "bench":
                 draw(one)
+        for name, text in charts(measured).items():
+            (DRAWN / name).write_text(text)
     for one in measured.values():
         print(f"{one.name}: {age_of(one) or 'as new as the code it measures'}")
     wrong = differing(measured)

@@ -98,4 +98,4 @@ def test_no_figure_without_its_command(name: str) -> None:
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
     else:
         assert program in ("mpirun", "python")
-        assert re.search(r"python -m benchmarks [a-z-]+( |$)|kvr search ", one.command)
+        assert re.search(r"python -m benchmarks [a-z-]+( |$)|kvr search |kvr-run jobs/", one.command)

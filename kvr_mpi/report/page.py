@@ -11,7 +11,7 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -32,7 +32,7 @@ from kvr_mpi.report.charts import (
     draw_timelines,
     draw_waits,
 )
-from kvr_mpi.report.style import COLORS, bytes_text, plain_number, ramp
+from kvr_mpi.report.style import bytes_text, palette, plain_number
 from kvr_mpi.report.svg import escaped
 from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.folder import has_results
@@ -135,7 +135,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
         told = [f"{', '.join(what)}: {why}." for why, what in missing.items()]
         lines = [f'<p class="missing">{escaped(line)}</p>' for line in told]
         drawn.append(f"<section><h2>Not available for this run</h2>{''.join(lines)}</section>")
-    script, style = _read("page.js"), _palette() + _read("page.css")
+    script, style = _read("page.js"), palette(SHADES) + _read("page.css")
     above, below = "".join(head), "".join(drawn)
     room = PAGE_BYTES - len((above + below).encode()) - len(script) - len(style) - 8_000
     packed, note = pack_answers(records, room)
@@ -276,23 +276,10 @@ def _warnings(run: TracedRun) -> list[str]:
         lines.append(f"{plain_number(damaged)} damaged lines of the trace are omitted.")
     if run.incomplete:
         lines.append(f"{counted(run.incomplete, 'prompt')} with incomplete traces omitted.")
-    if any(trace.header.device == "cuda" for trace in run.traces):
-        lines.append(
-            "On GPUs, the trace has no layers: kernels run asynchronously, so their times are not known on the host."
-        )
+    on_gpus = [trace for trace in run.traces if trace.header.device == "cuda"]
+    if on_gpus and not any(span.kind == "layer" for trace in on_gpus for span in trace.spans):
+        lines.append("This trace has no layers: they were not recorded on GPUs when it was written.")
     return lines
-
-
-def _palette() -> str:
-    """Return the colors as CSS variables, for light and dark mode, and the classes of charts."""
-    days = []
-    for dark in (False, True):
-        shades = {f"r{number}": color for number, color in enumerate(ramp(SHADES, dark))}
-        values = {name: pair[dark] for name, pair in COLORS.items()} | shades
-        days.append(":root{" + "".join(f"--{name}:{color};" for name, color in values.items()) + "}")
-    names: Iterable[str] = (*COLORS, *(f"r{number}" for number in range(SHADES)))
-    classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in names)
-    return f"{days[0]}@media (prefers-color-scheme: dark){{{days[1]}}}{classes}"
 
 
 def _hash(text: str) -> str:

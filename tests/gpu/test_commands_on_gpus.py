@@ -43,7 +43,7 @@ def truths() -> dict[tuple[str, ...], Any]:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (6, ("parallel.ranks_per_chain=3", "output.trace=true")),
+        pytest.param(6, ("parallel.ranks_per_chain=3", "output.trace=true"), marks=pytest.mark.long),
         (4, ("parallel.tensor_parallel=2",)),
         pytest.param(4, (BY_HEADS,), marks=pytest.mark.long),
         (4, (BY_HEADS, "compress.method=snapkv", "compress.budget=16", "compress.window=4")),
@@ -99,7 +99,7 @@ def test_stored_documents_are_extended_and_asked(kv: str, job: Path, launch: Any
     ("command", "words", "said", "kernel"),
     [
         ("verify", "--lengths 24", "checks passed on 2 ranks", "dense"),
-        ("search", "--contexts 64 --output", "entries for 64", "dense"),
+        pytest.param("search", "--contexts 64 --output", "entries for 64", "dense", marks=pytest.mark.long),
         ("run", "", "5 documents", "paged"),
     ],
 )

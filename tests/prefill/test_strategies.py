@@ -34,7 +34,7 @@ KVR_CUT = Partition((0, 20, 40, 50, 64))
 
 # A length that the ranks divide, and two that they do not.
 @pytest.mark.parametrize(
-    ("size", "tokens", "known"), [(2, 61, 0), (3, 60, 9), pytest.param(4, 67, 9, marks=pytest.mark.slow)]
+    ("size", "tokens", "known"), [(2, 61, 0), (3, 60, 9), pytest.param(4, 67, 9, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("is_published", [False, True])
 @pytest.mark.parametrize("name", SHARING)

@@ -170,7 +170,7 @@ def test_a_part_that_does_not_fit_fails_its_document_once() -> None:
         stop=SimpleNamespace(
             announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True, is_over=False
         ),
-        trace=SimpleNamespace(tell=lambda *words: None),
+        events=SimpleNamespace(begin=lambda *words: None),
     )
     leader = Leader(planner, queue, context)
     leader.begin_wave([Held()], [])

@@ -88,9 +88,13 @@ def test_the_demo_on_two_nodes(cluster: Cluster, tmp_path: Path, mpi: str, reque
         f"output.path={tmp_path / 'out'}",
     ]
     options = [word for setting in settings for word in ("--set", setting)]
-    job = submit(cluster, tmp_path, *PAIR, PREFILL, "jobs/demo.toml", *options, env=env)
-    assert cluster.wait_ended(job, JOB_S) == ("COMPLETED", 0), log_of(tmp_path, job)
-    log = log_of(tmp_path, job)
+    for _ in range(3):
+        job = submit(cluster, tmp_path, *PAIR, PREFILL, "jobs/demo.toml", *options, env=env)
+        ended, log = cluster.wait_ended(job, JOB_S), log_of(tmp_path, job)
+        # SLURM 22.05's PMI2 rejects some of the addresses that MPICH publishes: bytes of the shared memory of UCX.
+        if "value not properly terminated in client request" not in log:
+            break
+    assert ended == ("COMPLETED", 0), log
     assert f"launched by srun --mpi={mpi}" in log
     assert ("Open MPI" if mpi == "pmix" else "MPICH") in log
     assert f"{limit} done, 0 failed" in log
@@ -135,6 +139,7 @@ def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -
     assert [sorted(share) for share in shares] == [[f"doc-{n}" for n in range(first, 7, 3)] for first in range(3)]
 
 
+@pytest.mark.long
 def test_an_environment_in_one_file_is_unpacked_on_the_nodes(
     cluster: Cluster, tmp_path: Path, job: Path, kvr: Path
 ) -> None:

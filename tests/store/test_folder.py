@@ -117,7 +117,7 @@ print(rss_kib() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_merging_many_documents_takes_little_memory(tmp_path: Path) -> None:
     command, environ = [sys.executable, "-c", MERGE_MANY, tmp_path], {**os.environ, "PYTHONPATH": str(TESTS)}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)

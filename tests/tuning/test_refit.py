@@ -57,7 +57,10 @@ class Machine:
         return chain_seconds(self.truth, split.lengths) / best_s - 1
 
 
-@pytest.mark.parametrize(("known", "tokens", "ranks"), [(LLAMA, 16384, 2), (COSTS, 4096, 2), (COSTS, 4096, 4)])
+@pytest.mark.parametrize(
+    ("known", "tokens", "ranks"),
+    [(LLAMA, 16384, 2), (COSTS, 4096, 2), pytest.param(COSTS, 4096, 4, marks=pytest.mark.long)],
+)
 def test_refit_ends_within_a_percent_of_the_best(known: Costs, tokens: int, ranks: int) -> None:
     """A drift that ranks share is not taken for the split's."""
     regrets, even = [], []
