@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from made_logs import logger_to
 from models import CONFIGS, prompt
 from rows import alone, batch_of, finish, other_prompt, ready, tokens_of
-from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
+from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.decode.group import Group
@@ -282,31 +281,3 @@ def test_a_model_that_does_not_run_packed_steps_one_by_one(name: str) -> None:
     with before(loaded, -1, run_out):
         assert tokens_of(finish(batch)) == truths
     assert steps > 4
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(st.sampled_from([1.0, 1.3, 0.7]), min_size=2, max_size=6), st.integers(0, 2**50))
-def test_documents_with_equal_penalties_are_penalized_together(penalties: list[float], seed: int) -> None:
-    """And choose the tokens that each chooses by itself, also from logits that are not finite."""
-    loaded, chance, draw = ready("llama-gqa"), random.Random(seed), torch.Generator().manual_seed(seed)
-    vocab = loaded.model.config.vocab_size
-    logits = torch.randn(len(penalties), vocab, generator=draw).round(decimals=1)
-    logits[chance.randrange(len(penalties)), chance.randrange(vocab)] = chance.choice([5.0, float("nan"), -math.inf])
-    group, calls = Group(loaded), list[int]()
-    entries = []
-    for penalty in penalties:
-        ids = [chance.randrange(vocab) for _ in range(chance.randrange(1, 40))]
-        batch = batch_of(loaded, NEW_TOKENS, **({} if penalty == 1.0 else {"repetition_penalty": penalty}))
-        batch.add(penalty, alone(loaded, ids, NEW_TOKENS), ids, 0)
-        entries += batch._running
-    one_by_one = [group.choose([each], logits[at : at + 1].clone())[0] for at, each in enumerate(entries)]
-    own = RepetitionPenaltyLogitsProcessor.__call__
-
-    def counting(self: Any, *given: Any) -> Any:
-        calls.append(1)
-        return own(self, *given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", counting)
-        assert group.choose(entries, logits) == one_by_one
-    assert len(calls) == len({*penalties} - {1.0})
