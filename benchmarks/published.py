@@ -18,8 +18,8 @@ import torch
 from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.kv.attention import PartialAttention, _attend_blocks
-from kvr_mpi.kv.relay import Hop, MakeRoute, Range, Route, Step, relay
+from kvr_mpi.kv.attention import PartialAttention, _attend_blocks, attend
+from kvr_mpi.kv.relay import Hop, MakeRoute, Range, Route, relay
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
 from kvr_mpi.partition import Partition
@@ -88,7 +88,6 @@ def all_gather(
     size, slices = partition.size, partition.slices(known)
     own = slices[position]
     others = [Hop(rank, slices[rank], rank, None) for rank in range(size) if rank != position]
-    before = ((0, own[0]),) if own[0] else ()
     return Route(
         partition,
         position,
@@ -97,11 +96,19 @@ def all_gather(
         owned=(own,),
         chunks=((own,),),
         hops=(*(Hop(position, own, None, dest) for dest in others_after(position, size)), *others),
-        steps=(Step(tuple(hop.segment for hop in others), before),),
         saves_last_layer=saves_last_layer,
-        attend=attend_masked if is_dense else None,
+        attend=attend_masked if is_dense else attend_before,
         slots=2 * (size - 1),
     )
+
+
+def attend_before(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, offset: int
+) -> PartialAttention:
+    """Attend causally, without computing scores of later keys; the first query is aligned with key `offset`."""
+    before, own = slice(offset), slice(offset, offset + query.shape[2])
+    part = attend(query, keys[:, :, own], values[:, :, own], params, causal=True)
+    return part.merge(attend(query, keys[:, :, before], values[:, :, before], params)) if offset else part
 
 
 def attend_masked(
@@ -136,8 +143,8 @@ def ring(
     """Pass segments around a zigzag ring: rank r owns the r-th stretch from the front and the r-th from the back.
 
     Ranks compute the same amount in every step, without tuning; every segment crosses all links but one. Segments are
-    forwarded as they arrive. A rank attends to both stretches of another rank in one step, in the order of arrival: for
-    an earlier rank, all queries attend to its near stretch; for a later rank, the far stretch's queries attend to both.
+    forwarded as they arrive. A rank attends to them in the order of arrival: all queries attend to an earlier rank's
+    near stretch; the far stretch's queries attend to both stretches of a later rank.
 
     The ring does not support chunks: a rank's last tokens see those of all other ranks, so ranks would wait for each
     other's chunks, and compute one at a time.
@@ -150,16 +157,9 @@ def ring(
 
     dest, source = following(position, size), preceding(position, size)
     hops = [Hop(half, bounds, None, dest) for half, bounds in stretches(position)]
-    steps, (near, far) = [Step((), ((0, known),))] if known else [], (bounds for _, bounds in stretches(position))
     for rank in others_before(position, size):
-        (_, first), (_, second) = stretches(rank)
         hops += [Hop(half, bounds, source, dest if dest != rank else None) for half, bounds in stretches(rank)]
-        segments = tuple(half for half, _ in stretches(rank))
-        if rank < position:
-            steps.append(Step(segments, (first,)))
-        else:
-            joined = ((first[0], second[1]),) if first[1] == second[0] else (first, second)
-            steps.append(Step(segments, joined, first_query=near[1] - near[0]))
+    near, far = (bounds for _, bounds in stretches(position))
     return Route(
         partition,
         position,
@@ -168,7 +168,6 @@ def ring(
         owned=(near, far),
         chunks=((near, far),),
         hops=tuple(hops),
-        steps=tuple(steps),
         saves_last_layer=saves_last_layer,
         slots=4,  # both stretches of two ranks: then a receive waits only for earlier receives
     )

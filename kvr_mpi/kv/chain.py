@@ -34,6 +34,7 @@ from kvr_mpi.kv.relay import (
     Range,
     Route,
     in_two_groups,
+    join_ranges,
     total_tokens,
 )
 from kvr_mpi.kv.sequence import Pair, SequenceKV, by_head, check_retained, copy_states
@@ -237,12 +238,16 @@ class SliceLayer(RowLayer):
                 part = part.merge(attend(query, *rows, params))
             return part
         part = attend(query, keys, values, params, causal=query.shape[2] > 1)
-        for step in in_two_groups(route.steps) if route.in_order and query.device.type in GROUPING else route.steps:
+        for rows in self.pieces(0, route.known):  # the known tokens are local
+            part = part.merge(attend(query, *rows, params))
+        is_grouped, coming = route.in_order and query.device.type in GROUPING, route.received
+        for hops in in_two_groups(coming) if is_grouped else [[hop] for hop in coming]:
             if self.segments is not None:
-                self.segments.wait_for(step.segments)
-            some = query[:, :, step.first_query :]
-            for rows in (piece for bounds in step.ranges for piece in self.pieces(*bounds)):
-                part = part.merge(attend(some, *rows, params), step.first_query)
+                self.segments.wait_for(hop.segment for hop in hops)
+            for bounds in join_ranges([hop.bounds for hop in hops]):
+                some = query[:, :, (first := route.first_query(bounds)) :]
+                for rows in self.pieces(*bounds) if some.shape[2] else ():
+                    part = part.merge(attend(some, *rows, params), first)
         return part
 
     def release(self, *, wait: bool) -> bool:

@@ -1,7 +1,7 @@
 """What each position of a chain owns, sends, receives and attends to, and its messages in flight.
 
 A `Route` is a strategy as data: KV-Runahead's is `relay`; benchmarks make those of other strategies. One loop runs them
-all: `LayerTransfers` makes messages of the `Forwarder` of its hops, and `chain.SliceLayer` attends by its steps.
+all: `LayerTransfers` makes messages of the `Forwarder` of its hops, and `chain.SliceLayer` attends in their order.
 """
 
 from __future__ import annotations
@@ -47,20 +47,6 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step of attention, and the segments it waits for.
-
-    segments : the segments that have to arrive first.
-    ranges : the tokens attended to, one attention call each.
-    first_query : index of the first query of this position that attends.
-    """
-
-    segments: tuple[int, ...]
-    ranges: tuple[Range, ...]
-    first_query: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """One strategy at one position of a prompt's slices; positions need not be in the order of the chain's ranks.
 
@@ -70,15 +56,14 @@ class Route:
     segments : number of segments of a layer, over all positions.
     owned : the tokens this position computes.
     chunks : the tokens that a layer computes together, in order; a single chunk unless slices are cut into chunks.
-    hops : own segments in the order of sending, then the others in the order of arrival.
-    steps : attention after that to this position's own tokens.
+    hops : own segments in the order of sending, then the others in the order of arrival, in which they are attended to.
     reads_from : the first token of this position that attends to received tokens; None: it receives everything, also in
         layers with a window or chunks.
     next_reads_from : the same for the next position.
     in_order : each position's tokens follow those of the position before; only such routes can use chunks.
     saves_last_layer : output of the last layer that is not used is not computed.
     attend : attends to all tokens at once, given a query (1, heads, tokens, head_dim), all keys and values, the layer's
-        parameters and the position of the first query; None: step by step. For baselines.
+        parameters and the position of the first query; None: segment by segment. For baselines.
     slots : scratch buffers that a failed rank needs, so that the transfers cannot deadlock (``failure``).
     """
 
@@ -89,7 +74,6 @@ class Route:
     owned: tuple[Range, ...]
     chunks: tuple[tuple[Range, ...], ...]
     hops: tuple[Hop, ...]
-    steps: tuple[Step, ...]
     reads_from: int | None = None
     next_reads_from: int | None = None
     in_order: bool = False
@@ -101,6 +85,20 @@ class Route:
     def capacity(self) -> int:
         """Tokens that a layer's buffer holds: those that this position computes or receives, and those before."""
         return max(last for _, last in (*self.owned, *(hop.bounds for hop in self.hops)))
+
+    @property
+    def received(self) -> list[Hop]:
+        """The segments of other positions, in the order of arrival."""
+        return [hop for hop in self.hops if hop.source is not None]
+
+    @property
+    def known(self) -> int:
+        """Number of first tokens that every rank has already."""
+        return min(first for first, _ in (*self.owned, *(hop.bounds for hop in self.hops)))
+
+    def first_query(self, bounds: Range) -> int:
+        """Return the index of this position's first token after a range of another position's."""
+        return total_tokens(own for own in self.owned if own[0] < bounds[0])
 
     def messages(self, visibility: Visibility) -> Iterator[tuple[Hop, Range, Range | None]]:
         """Yield the hops of a layer with the tokens that are received or computed here, and those that are sent.
@@ -154,7 +152,6 @@ def relay(
     segments = [[(next(numbers), part) for part in some] for some in parts]
     dest = position + 1 if position < last else None
     own = [Hop(number, part, None, dest) for number, part in segments[position] if dest is not None]
-    before_all = [Step((), ((0, known),))] if known else []  # the known tokens are local
     # The nearest rank's segments come first, in the order in which they are computed there.
     before = [each for some in reversed(segments[:position]) for each in some]
     return Route(
@@ -165,7 +162,6 @@ def relay(
         owned=(slices[position],),
         chunks=tuple((part,) for part in parts[position]),
         hops=(*own, *(Hop(number, part, position - 1, dest) for number, part in before)),
-        steps=(*before_all, *(Step((number,), (part,)) for number, part in before)),
         reads_from=None if not position else slices[position][0],
         next_reads_from=None if dest is None else slices[dest][0],
         in_order=True,
@@ -177,23 +173,18 @@ def relays(partition: Partition, known: int = 0, chunk_tokens: int | None = None
     return [relay(partition, position, known, chunk_tokens=chunk_tokens) for position in range(partition.size)]
 
 
-def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
-    """Combine the steps that wait for segments into two; adjacent ranges become one call of attention.
+def in_two_groups(hops: Sequence[Hop]) -> list[list[Hop]]:
+    """Combine received segments into two groups; adjacent ones of a group become one call of attention.
 
     On a GPU, one call and one merge for each segment cost more time than overlapping with transfers saves. The first
     group has at least half of the tokens.
     """
-    coming = [step for step in steps if step.segments]
-    joined = [step for step in steps if not step.segments]
-    tokens, seen, group = sum(total_tokens(step.ranges) for step in coming), 0, list[Step]()
-    for step in coming:
-        group.append(step)
-        before, seen = seen, seen + total_tokens(step.ranges)
-        if 2 * before < tokens <= 2 * seen or step is coming[-1]:
-            segments = tuple(segment for one in group for segment in one.segments)
-            joined.append(Step(segments, join_ranges([each for one in group for each in one.ranges])))
-            group = []
-    return joined
+    tokens, seen = total_tokens(hop.bounds for hop in hops), 0
+    groups: list[list[Hop]] = [[], []]
+    for hop in hops:
+        groups[2 * seen >= tokens].append(hop)
+        seen += total_tokens([hop.bounds])
+    return [group for group in groups if group]
 
 
 def join_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:

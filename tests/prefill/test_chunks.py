@@ -16,7 +16,7 @@ from models import VOCAB, prompt, tiny
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import chain
-from kvr_mpi.kv.relay import in_two_groups, relay, relays
+from kvr_mpi.kv.relay import in_two_groups, join_ranges, relay, relays
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import self_check
@@ -83,15 +83,14 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
 def test_two_groups_cover_all_once(lengths: list[int], chunk_tokens: int | None) -> None:
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     route = relay(Partition(tuple(bounds)), len(lengths) - 1, chunk_tokens=chunk_tokens)
-    groups, tokens = in_two_groups(route.steps), route.owned[0][0]
+    groups, tokens = in_two_groups(route.received), route.owned[0][0]
     assert len(groups) <= 2
-    assert [segment for group in groups for segment in group.segments] == [
-        segment for step in route.steps for segment in step.segments
-    ]
-    ranges = sorted(each for group in groups for each in group.ranges)
+    assert [hop for group in groups for hop in group] == route.received
+    joined = [join_ranges([hop.bounds for hop in group]) for group in groups]
+    ranges = sorted(each for group in joined for each in group)
     assert ranges[0][0] == 0 and ranges[-1][1] == tokens
     assert all(one[1] == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
-    assert len(groups) == 1 or 2 * sum(last - first for first, last in groups[0].ranges) >= tokens
+    assert len(groups) == 1 or 2 * sum(last - first for first, last in joined[0]) >= tokens
     # Of each group what is nearer than the rank it ends in, and some chunks of that one.
     assert len(ranges) <= (2 if chunk_tokens is None else 4)
 
