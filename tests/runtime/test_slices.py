@@ -132,7 +132,7 @@ def test_a_question_about_a_compressed_document_is_planned_with_what_is_stored(
     prefix = SimpleNamespace(length=300, compression="kvzip", is_stored=True)
     chain = chain_of(2, pool=pool)
     chain.open_stored = lambda prompt: prefix
-    plan = Planner(chain, SILENT).plan(replace(prompt_of(305), stored=stored), 1)
+    plan = Planner(chain).plan(replace(prompt_of(305), stored=stored), 1)
     assert plan.way is Way.ALONE and plan.kept == {1: own} and plan.needs == [0, own + 1000]
 
 
