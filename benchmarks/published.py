@@ -23,7 +23,7 @@ from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, _attend_blocks, attend, attend_range
 from kvr_mpi.kv.buffers import LayerBuffers
-from kvr_mpi.kv.chain import LAYERS_AHEAD, LAYERS_HELD
+from kvr_mpi.kv.chain import LAYERS_AHEAD
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.layer import RowCache, RowLayer
 from kvr_mpi.kv.relay import Range, join_ranges
@@ -138,20 +138,18 @@ class Strategy:
         """Prefill a prompt on all ranks; the one with the last slice has its logits, keys and values."""
         if self.exchange is None:
             return prefill_kvr(loaded, ids, cut, ranks, reserve_tokens=reserve_tokens)
-        exchange, slices = self.exchange(ranks.size, ranks.rank), cut.slices()
-        own, logits = [slices[number] for number in exchange.own], None
+        exchange, logits = self.exchange(ranks.size, ranks.rank), None
         began, forwarder = time.perf_counter(), Forwarder(ranks, device=loaded.device)
         try:
             forwarder.begin()
-            cache = ExchangeCache(self, loaded, exchange, slices, forwarder, reserve_tokens)
-            row = torch.tensor([[token for bounds in own for token in ids[slice(*bounds)]]], device=loaded.device)
+            cache = ExchangeCache(self, loaded, exchange, cut.slices(), forwarder, reserve_tokens)
+            row = torch.tensor([ids], device=loaded.device)[:, cache.places]
             positions = None  # contiguous ones are counted by the model
-            if len(own) > 1:
-                positions = torch.cat([torch.arange(*bounds, device=loaded.device) for bounds in own]).unsqueeze(0)
-                positions += loaded.shape.first_position
+            if self.stretches > 1:
+                positions = cache.places.unsqueeze(0) + loaded.shape.first_position
             with contextlib.suppress(UnreadError):
                 found = run_model(loaded.model, row, cache, positions=positions, chunk_lengths=cache.chunk_lengths)[0]
-                logits = found if cache.is_decode_rank else None
+                logits = found if cache.sequence is not None else None
             forwarder.wait_for_compute()
             seconds = time.perf_counter() - began
             forwarder.close()
@@ -165,7 +163,6 @@ class Strategy:
             logits,
             seconds,
             wait_s=times.wait_s,
-            send_wait_s=times.send_wait_s,
             sent_bytes=cache.sent_bytes,
             last=exchange.decode_rank,
             strategy=self.name,
@@ -177,6 +174,7 @@ class ExchangeCache(RowCache):
     """The cache of one rank: in each layer it receives the keys and values of all other slices.
 
     sequence : on the decode rank, all keys and values.
+    places : positions of this rank's tokens (tokens,), int64.
     chunk_lengths : tokens of each layer that are processed together (`layer_chunks`).
     """
 
@@ -196,18 +194,16 @@ class ExchangeCache(RowCache):
         self.strategy, self.exchange, self.slices, self.forwarder = strategy, exchange, slices, forwarder
         self.own, self.tokens = [slices[number] for number in exchange.own], slices[-1][1]
         self.length, self.clock, self.sent_bytes = self.own[0][0], Clock(loaded.device), 0
-        self.is_decode_rank = forwarder.transport.rank == exchange.decode_rank
         self.sequence: SequenceKV | None = None
-        if self.is_decode_rank:
+        if forwarder.transport.rank == exchange.decode_rank:
             self.sequence = SequenceKV(loaded, own_pool(loaded), self.tokens + reserve_tokens)
             self.sequence.length = self.tokens
         self._kept = [idx for idx, shape in enumerate(shapes) if shape.elements]
-        fresh = sum(last - first for first, last in self.own)
-        self.chunk_lengths = [[fresh] for _ in shapes]
-        if strategy.saves_last_layer and self.is_decode_rank and loaded.cuts_last_layer and fresh > 1:
+        self.places = torch.cat([torch.arange(*bounds, device=loaded.device) for bounds in self.own])
+        self.chunk_lengths = [[fresh := len(self.places)] for _ in shapes]
+        if strategy.saves_last_layer and self.sequence is not None and loaded.cuts_last_layer and fresh > 1:
             self.chunk_lengths[self._kept[-1]] = [fresh - 1, 1]  # the last token alone
-        self._ranges = list(self.own)  # of the tokens last appended
-        self._fresh, self._done = fresh, dict.fromkeys(self._kept, 0)
+        self._done = dict.fromkeys(self._kept, 0)
         self._buffers = LayerBuffers(max(shape.elements for shape in shapes), self.tokens, loaded.dtype, loaded.device)
         self._slabs: dict[int, torch.Tensor] = {}
         self._sends: dict[int, list[Transfer]] = {}
@@ -240,22 +236,15 @@ class ExchangeCache(RowCache):
         self.clock.mark("layer", at)
         for each in self._kept[self._kept.index(at) :][: 1 + LAYERS_AHEAD]:
             self._post(each)
-        done, taken, self._ranges = self._done[at], 0, []
-        self._done[at] = stop = done + keys.shape[2]
-        for first, last in self.own:  # cut the tokens from `done` to `stop`, counted over all stretches
-            begin, end = max(done - taken, 0), min(stop - taken, last - first)
-            taken += last - first
-            if begin < end:
-                self._ranges.append((first + begin, first + end))
-        read = 0
-        for first, last in self._ranges:
-            for to, rows in zip(by_head(self._slabs[at], layer.shape), (keys, values), strict=True):
-                to[:, first:last] = rows[0, :, read : read + last - first]
-            read += last - first
-        if self._done[at] == self._fresh:
+        done = self._done[at]
+        self._done[at] += keys.shape[2]
+        places = self.places[done : self._done[at]]
+        for to, rows in zip(by_head(self._slabs[at], layer.shape), (keys, values), strict=True):
+            to[:, places] = rows[0]
+        if self._done[at] == len(self.places):
             for transfer in self._sends[at]:
                 self.forwarder.send(transfer)
-            if at == self._kept[-1] and self.strategy.saves_last_layer and not self.is_decode_rank:
+            if at == self._kept[-1] and self.strategy.saves_last_layer and self.sequence is None:
                 self.current = None
                 raise UnreadError
         return keys, values
@@ -264,27 +253,26 @@ class ExchangeCache(RowCache):
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attend from the tokens last appended to all tokens that each of them sees."""
-        at, shape, seen = layer.layer_idx, query.shape, layer.shape.visibility
-        fresh = sum(last - first for first, last in self._ranges)
+        at, shape, seen, fresh = layer.layer_idx, query.shape, layer.shape.visibility, keys.shape[2]
         if fresh == 1:  # the token's heads may come folded into the query length
             query = query.reshape(1, -1, 1, shape[-1])
         reads_last = at == self._kept[-1] and self.strategy.saves_last_layer
-        if reads_last and self._done[at] < self._fresh:
+        if reads_last and self._done[at] < len(self.places):
             raise UnreadError
-        skipped = fresh - 1 if reads_last else 0
-        if self.strategy.is_dense and not reads_last and seen.sees_all(self.tokens):
+        skipped, sees_all = fresh - 1 if reads_last else 0, not reads_last and seen.sees_all(self.tokens)
+        if not sees_all or self.strategy.is_dense:
             self._wait_for(at, self._arriving[at])
-            part = attend_masked(query, *self._rows(at, 0, self.tokens), params, self._ranges[0][0])
-        elif not reads_last and seen.sees_all(self.tokens):
-            part = self._attend_in_steps(at, query, keys, values, params)
-        else:
-            self._wait_for(at, self._arriving[at])
-            ranges = [(self.tokens - 1, self.tokens)] if reads_last else self._ranges
+        if not sees_all:
+            ranges = [(self.tokens - 1, self.tokens)] if reads_last else self.own
             parts, read = list[PartialAttention](), skipped
             for first, last in ranges:
                 some = query[:, :, read : (read := read + last - first)]
                 parts.append(attend_range(some, (first, last), lambda *bounds: self._rows(at, *bounds), seen, params))
             part = PartialAttention.join(parts)
+        elif self.strategy.is_dense:
+            part = attend_masked(query, *self._rows(at, 0, self.tokens), params, self.length)
+        else:
+            part = self._attend_in_steps(at, query, keys, values, params)
         self._finish_layer(at)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
@@ -330,11 +318,6 @@ class ExchangeCache(RowCache):
             self.sequence.admit(at, 0, *self._rows(at, 0, self.tokens))
         self.forwarder.progress()
         for each in [each for each in self._slabs if each <= at]:
-            if len(self._slabs) > LAYERS_HELD + LAYERS_AHEAD:
-                self.clock.mark("send wait", each)
-                for transfer in self._sends[each]:
-                    self.forwarder.wait(transfer, through=True)
-                self.clock.mark("continue")
             if all(transfer.through for transfer in self._sends[each]):
                 self._buffers.give_back(self._slabs.pop(each))
 
