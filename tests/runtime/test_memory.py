@@ -87,7 +87,7 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
 
     options: Any = {"retain": replace(retain, choose=watched), "reserve_tokens": 8}
     found = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), partition, rank, **options))
-    cache, activations = found[-1].cache, footprint.activation_bytes(tokens - last.owned[0][0])
+    cache, activations = found[-1].cache, footprint.activation_bytes(tokens - last.own[0])
     choosing = int(footprint.heap_share * drop.choosing_bytes)
     assert cache.nbytes < max(held) <= need - activations - choosing < tokens * loaded.shape.kv_bytes_per_token
     if ranks == 1:
