@@ -101,7 +101,7 @@ class Chain:
             logger = RankLogger(self._world.rank)
             self._setup = prepare(spec, machine, JobRanks(self._ranks, self._ranks), self._ranks, logger)
             self._runner = ChainRunner(self._setup, self._ranks, 0)
-            self._planner = Planner(self._runner, logger) if self._ranks.rank == 0 else None
+            self._planner = Planner(self._runner) if self._ranks.rank == 0 else None
         self._prompts = 0  # number of prefilled prompts
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.decode_rank = self.size - 1

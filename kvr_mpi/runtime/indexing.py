@@ -26,7 +26,8 @@ from kvr_mpi.job.inputs import row_format
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.checks import find_others, name_files
 from kvr_mpi.runtime.requests import DocumentSource, TextSource
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.reuse import find_beginnings
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.store.run import hash_recorded
 from kvr_mpi.transport import Transport, on_root, together
@@ -88,12 +89,12 @@ def scan_documents(spec: JobSpec) -> Corpus:
     )
 
 
-def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
-    """Open the source of documents and their prompts."""
-    if setup.spec.questions is not None:
-        return StoredSource(setup, corpus)
-    find = None if setup.beginnings is None else setup.beginnings.find
-    return TextSource(corpus, setup.prompt_config, find, setup.spec.prompts)
+def open_documents(session: Session, corpus: Corpus) -> DocumentSource:
+    """Open the source of documents and their prompts; every rank calls this."""
+    if session.spec.questions is not None:
+        return StoredSource(session, corpus)
+    reused = None if session.spec.documents.reuse is None else find_beginnings(session)
+    return TextSource(corpus, session.prompt_config, None if reused is None else reused.find, session.spec.prompts)
 
 
 def _list_questions(spec: JobSpec, logger: RankLogger) -> bytes:

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvr_mpi.errors import NOT_NOW
+from kvr_mpi.errors import NOT_NOW, ConfigError
 from kvr_mpi.store.kv import Piece
+from kvr_mpi.store.record import STATUSES
 
 DIGEST_BYTES = 16  # of a SHA-256 that are kept in memory to compare documents
 BLOCK = 1 << 16  # records that are processed together
@@ -277,6 +278,23 @@ class Places(Mapping[str, Place]):
         if is_done is not None and len(self):
             numbers = numbers[np.frombuffer(self._records.is_done, np.bool_)[numbers] == is_done]
         return map(self._records.name, _listed(numbers[self._records.order(numbers)]))
+
+
+def sorted_ids(places: Mapping[str, Place], status: str | None = None) -> Iterator[str]:
+    """Yield the ids of all documents, or of those with a status, in sorted order."""
+    if status is not None and status not in STATUSES:
+        raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
+    is_done = None if status is None else status == "done"
+    if isinstance(places, Places):
+        return places.ordered(is_done)
+    return iter(sorted(name for name, place in places.items() if is_done in (None, place.is_done)))
+
+
+def with_kv(places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
+    """Yield the ids and places of the documents that have keys and values."""
+    if isinstance(places, Places):
+        return places.with_kv()
+    return ((name, place) for name, place in places.items() if place.pieces)
 
 
 def _sorted_by(

@@ -29,10 +29,8 @@ EXACT = {
     "mistral": "a window in every layer, grouped heads",
     "opt padding in the prompt": "positions made from a mask",
     "phi3 longrope above": "rotary frequencies by the length of the prompt",
-    "llama dynamic above": "the same, of another kind",
     "phimoe window": "a window by the mask alone",
     "gemma3n_text": "layers that share keys",
-    "granitemoehybrid": "state space layers between attention layers",
     "nemotron_h": "states that its own code for a single token leaves a little different",
     "roberta": "positions that begin after the padding id",
 }

@@ -31,7 +31,7 @@ from kvr_mpi.tuning.table import Table
 RATES = Rates(1e-6, 1e-9)
 
 
-def chain_of(size: int, **setup: Any) -> Any:
+def chain_of(size: int, **session: Any) -> Any:
     """A chain of so many ranks, with a byte for each token, and 1000 for activations."""
     usual: dict[str, Any] = {
         "spec": SimpleNamespace(
@@ -50,10 +50,11 @@ def chain_of(size: int, **setup: Any) -> Any:
         "pool": SimpleNamespace(is_paged=False),
         **{"free_bytes": [9999] * size, "rates": [], "prefixes": ()},
         **dict.fromkeys(("compression", "rolling", "table")),
+        "logger": SILENT,
     }
     chain = SimpleNamespace(size=size)
     return SimpleNamespace(
-        setup=SimpleNamespace(**usual | setup), chain=chain, first_rank=0, pack_tokens=2048, beginning=None
+        session=SimpleNamespace(**usual | session), chain=chain, first_rank=0, pack_tokens=2048, beginning=None
     )
 
 
@@ -61,7 +62,7 @@ def cut_over(
     size: int, rates: Sequence[Rates], table: Table | None = None, logger: RankLogger = SILENT
 ) -> Callable[[int, int, int], Partition]:
     """How a chain of so many ranks cuts: takes new tokens, the rank that decodes, and known tokens."""
-    planner = Planner(chain_of(size, rates=list(rates), table=table), logger)
+    planner = Planner(chain_of(size, rates=list(rates), table=table, logger=logger))
     return lambda tokens, decode_rank, known: planner.cut(known + tokens, known, decode_rank)
 
 
@@ -110,7 +111,7 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     """What its prompts keep and need; the beginning only while it is not in memory."""
     for loaded in changed.values():
         loaded.shape = SimpleNamespace(check_ids=lambda ids: None)
-    planner = Planner(chain := chain_of(5, **changed), SILENT)
+    planner = Planner(chain := chain_of(5, **changed))
     plan = planner.plan(prompt_of(305, 300), 1)
     assert plan.way is Way.AFTER_SHARED and plan.before is not None and plan.before.way is Way.ALONE
     assert plan.kept == {1: 300 + own} and plan.needs == [0, 300 + own + 1000, 0, 0, 0]
@@ -127,8 +128,8 @@ def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
         chunk_tokens="auto",
         generation=SimpleNamespace(max_new_tokens=4),
     )
-    assert Planner(chain_of(2), SILENT).plan(prompt_of(997), 0).kept == {0: 1001}
-    sharded = Planner(chain_of(2, spec=spec), SILENT)
+    assert Planner(chain_of(2)).plan(prompt_of(997), 0).kept == {0: 1001}
+    sharded = Planner(chain_of(2, spec=spec))
     assert sharded.plan(prompt_of(997), 0).kept == {0: 501, 1: 501}
     with pytest.raises(DocumentError, match="1 tokens cannot be spread over 2 ranks"):
         sharded.plan(prompt_of(1), 0)
@@ -138,10 +139,10 @@ def test_memory_to_distribute_heads_is_planned() -> None:
     """Each rank's part of all prompts, and another prompt on the way; of three heads, one of two ranks gets two."""
     sharing = PlacedHeads(DecodeSection(mode="head-parallel", placement="static"), layers=2, kv_heads=3)
     chain = chain_of(2, free_bytes=[1000, 1000], sharing=sharing)
-    planner = Planner(chain, SILENT, shares_heads=True)
+    planner = Planner(chain, shares_heads=True)
     assert planner.fits_shared([600, 600], 200) and not planner.fits_shared([600, 600], 201)
     assert planner.fits_shared([900, 0], 100) and not planner.fits_shared([900, 0], 101)
-    assert Planner(chain, SILENT).fits_shared([600, 600], 201)
+    assert Planner(chain).fits_shared([600, 600], 201)
 
 
 def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
@@ -151,11 +152,11 @@ def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
-    planner = Planner(chain_of(1, footprint=footprint), SILENT)
+    planner = Planner(chain_of(1, footprint=footprint))
     whole, chunked = planner.plan(prompt_of(400), 0), planner.plan(prompt_of(800), 0)
     assert (whole.way, chunked.way, chunked.chunk_tokens) == (Way.ALONE, Way.CHAIN, 256)
     with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
-        Planner(chain_of(1, footprint=footprint, free_bytes=[20]), SILENT).plan(prompt_of(400), 0)
+        Planner(chain_of(1, footprint=footprint, free_bytes=[20])).plan(prompt_of(400), 0)
 
 
 def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
@@ -189,9 +190,9 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
         chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size)
         if not fits:
             with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
-                Planner(chain, SILENT).plan(prompt_of(400), 0)
+                Planner(chain).plan(prompt_of(400), 0)
             continue
-        plan = Planner(chain, SILENT).plan(prompt_of(400), 0)
+        plan = Planner(chain).plan(prompt_of(400), 0)
         assert plan.kept == {0: 104} and plan.needs is not None and max(plan.needs) == 104
         assert plan.way is (Way.ALONE if size == 1 else Way.CHAIN) and plan.chunk_tokens is None
 
@@ -202,4 +203,4 @@ def test_a_prompt_with_ids_that_the_model_lacks_is_refused() -> None:
 
     loaded = SimpleNamespace(shape=SimpleNamespace(check_ids=refuse))
     with pytest.raises(DocumentError, match="no id 2"):
-        Planner(chain_of(1, loaded=loaded), SILENT).plan(prompt_of(3), 0)
+        Planner(chain_of(1, loaded=loaded)).plan(prompt_of(3), 0)
