@@ -36,7 +36,6 @@ from kvr_mpi.cli.options import DEFAULT_MODEL
 from kvr_mpi.decode.group import held_bytes as tensor_bytes
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.chain import layer_kv
-from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
@@ -176,7 +175,7 @@ class Bench:
             stop=bounds[1],
             is_last=bounds[1] == tokens,
             longest=longest,
-            read=LoadedLayers(len(self.loaded.shape.layers), read).__getitem__,
+            read=read,
             ids=self.ids,
             source=str(file),
         )
