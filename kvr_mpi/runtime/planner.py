@@ -230,8 +230,14 @@ class Planner:
         """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
         tokens, session = plan.prompt.tokens + plan.prompt.new_tokens, self._session
         if plan.before is None or not session.loaded.attends_in_parts:  # a model's own attention may need a copy
-            is_copied = session.pool.is_paged and plan.prefix is not None and plan.prefix.is_stored  # its last page
-            return session.kv_bytes(tokens) + (session.pool.page_bytes if is_copied else 0)
+            page_bytes, stored = session.pool.page_bytes if session.pool.is_paged else 0, plan.prompt.stored
+            if plan.prefix is None or not plan.prefix.is_stored:
+                return session.kv_bytes(tokens)
+            whole = session.kv_bytes(tokens) + page_bytes  # its last page is copied
+            if not plan.prefix.compression or stored is None:
+                return whole
+            kept = sum(piece.bytes for piece in stored.pieces) + page_bytes  # heads' last pages are partly empty
+            return min(whole, kept + session.kv_bytes(tokens - plan.known_tokens) + page_bytes)
         shared = plan.before.prompt.tokens
         return session.kv_bytes(tokens - (shared if not session.pool.is_paged else shared // PAGE_ROWS * PAGE_ROWS))
 

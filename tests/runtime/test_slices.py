@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.prompt import Prompt
+from kvr_mpi.store.kv import Piece
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.tuning.table import Table
 
 RATES = Rates(1e-6, 1e-9)
@@ -118,6 +121,19 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     chain.beginning = Beginning(plan.beginning, 1)
     again = planner.plan(prompt_of(305, 300), 0)
     assert again.kept == {1: own} and again.needs == [0, own + 1000, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("page_bytes", "own"), [(None, 90 + 5 + 4), (3, 90 + 5 + 4 + 2 * 3)])
+def test_a_question_about_a_compressed_document_is_planned_with_what_is_stored(
+    page_bytes: int | None, own: int
+) -> None:
+    pool = SimpleNamespace(is_paged=page_bytes is not None, nbytes=5000, page_bytes=page_bytes)
+    stored = StoredPrefix("a", (Piece("a", "kv.h5", 90, ""),), 300, "kvzip")
+    prefix = SimpleNamespace(length=300, compression="kvzip", is_stored=True)
+    chain = chain_of(2, pool=pool)
+    chain.open_stored = lambda prompt: prefix
+    plan = Planner(chain).plan(replace(prompt_of(305), stored=stored), 1)
+    assert plan.way is Way.ALONE and plan.kept == {1: own} and plan.needs == [0, own + 1000]
 
 
 def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
