@@ -46,7 +46,7 @@ def chain_of(size: int, **session: Any) -> Any:
         ),
         "loaded": SimpleNamespace(attends_in_parts=True, shape=SimpleNamespace(check_ids=lambda ids: None)),
         "footprint": SimpleNamespace(
-            activation_bytes=lambda tokens: 1000, route_bytes=lambda route, **given: 0, takes_chunks=False
+            activation_bytes=lambda tokens: 1000, slice_bytes=lambda route, **given: 0, takes_chunks=False
         ),
         "kv_bytes": lambda tokens: tokens,
         "retain_of": lambda prompt: None,
@@ -164,7 +164,7 @@ def test_memory_to_distribute_heads_is_planned() -> None:
 def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 1000,
-        route_bytes=lambda route, **given: 20 * max(stop - start for chunk in route.chunks for start, stop in chunk),
+        slice_bytes=lambda relay, **given: 20 * max(stop - start for start, stop in relay.chunks),
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
@@ -181,7 +181,7 @@ def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
     truth, model = run_job(1).records, load_model(str(load(job).model.path), dtype="float32", cache_dir=tmp_path)
     footprint, longest = footprint_of(model.model.config, model.dtype), max(one.prompt_tokens for one in truth.values())
     (whole,), (chunked,) = (relays(Partition((0, longest)), 0, chunk) for chunk in (None, 128))
-    least, most = (footprint.route_bytes(one, reserve_tokens=8) for one in (chunked, whole))
+    least, most = (footprint.slice_bytes(one, reserve_tokens=8) for one in (chunked, whole))
     tight = run_job(1, f"parallel.memory_gib={(least + most) / 2 / GIB:.9f}")
     assert tight.tokens == {name: record.token_ids for name, record in truth.items()}
 
@@ -191,12 +191,12 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
     """Also for whole slices, where chunks would need less."""
     fits = dropped == 300 and free == 104
 
-    def route_bytes(route: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
-        return (404 if len(route.chunks) == 1 or not fits else 104) - (drop.kv_bytes if drop else 0)
+    def slice_bytes(relay: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
+        return (404 if len(relay.chunks) == 1 or not fits else 104) - (drop.kv_bytes if drop else 0)
 
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 0,
-        route_bytes=route_bytes,
+        slice_bytes=slice_bytes,
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
