@@ -44,8 +44,8 @@ MOST_CONTROLS = 0.01
 # Control characters, bidirectional marks, line and paragraph separators, byte order marks, surrogates.
 BAD_IN_ID = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
-# A row as stored: a text, a line of JSON, the size of a line that is too long, or a row of Parquet.
-RawRow = str | bytes | int | dict[str, Any]
+# A row as stored: a text, a line of JSON, the size of a line that is too long, a row of CSV or Parquet, or its error.
+RawRow = str | bytes | int | dict[str, Any] | csv.Error
 
 
 def file_error(path: str, error: Exception, encoding: str = UTF_8) -> str:
@@ -57,6 +57,8 @@ def file_error(path: str, error: Exception, encoding: str = UTF_8) -> str:
     reason = getattr(error, "strerror", None) or str(error)
     if isinstance(error, ValueError) and path.endswith(".parquet"):
         return f"{path} cannot be read as Parquet: {reason}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"{path} is not UTF-8: {reason}; convert it, such as with `iconv -f latin1 -t utf-8`, or -f utf-16"
     return f"{path} cannot be read: {reason}"
 
 
@@ -149,9 +151,9 @@ def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iter
         return
     with open_file(path, patience=patience) as stream:
         if found.suffix in (".csv", ".tsv"):
-            for number, fields in enumerate(_csv_rows(stream, "\t" if found.suffix == ".tsv" else ",")):
+            for number, row in enumerate(_csv_rows(stream, "\t" if found.suffix == ".tsv" else ",")):
                 if number >= start:
-                    yield number, number + 1, fields
+                    yield number, number + 1, row
             return
         if not found.can_seek:
             for number, (_, line) in enumerate(read_lines(stream)):
@@ -164,13 +166,25 @@ def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iter
             start += size
 
 
-def _csv_rows(stream: IO[bytes], delimiter: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a CSV file by the names in its first row; missing fields are None."""
+def _csv_rows(stream: IO[bytes], delimiter: str) -> Iterator[dict[str, Any] | csv.Error]:
+    """Yield the rows of a CSV file by the names in its first row; missing fields are None.
+
+    Rows whose quotes are wrong, such as one that is never closed and would contain all later rows, are errors.
+    """
     csv.field_size_limit(MAX_TEXT_BYTES)
     lines = codecs.iterdecode(iter(lambda: stream.readline(MAX_TEXT_BYTES), b""), "utf-8-sig")
-    for row in csv.DictReader(lines, delimiter=delimiter):
-        row.pop(None, None)  # fields without a name
-        yield row
+    reader, first = csv.DictReader(lines, delimiter=delimiter, strict=True), 1
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield csv.Error(f"lines {first + 1} to {reader.reader.line_num}: {error}")
+        else:
+            row.pop(None, None)  # fields without a name
+            yield row
+        first = reader.reader.line_num
 
 
 def row_name(name: str, number: int) -> str:
@@ -186,6 +200,8 @@ def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int)
     if isinstance(row, str):
         return rows.text_file(name, row)
     place = row_name(name, number)
+    if isinstance(row, csv.Error):
+        return Document(place, error=f"{path} is not CSV at {row}; a quote inside a quoted field is doubled")
     try:
         found = parse_json(row) if isinstance(row, bytes) else row
         if isinstance(found, dict):
@@ -201,7 +217,9 @@ def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int)
 
 def _why_no_text(file: str, error: UnicodeDecodeError, encoding: str) -> str:
     if _is_binary(error.object):
-        return f"{file} is a binary file, not text; convert it to text, or remove it"
+        marked = error.object.count(0) > len(error.object) // 4
+        other = ", or UTF-16 without a byte order mark (documents.encoding = 'utf-16-le')" if marked else ""
+        return f"{file} is a binary file, not text{other}; convert it to text, or remove it"
     what = f"byte {error.object[error.start]:#04x} at position {error.start}"
     wanted = f"{file} is not {encoding.upper()}: {what}"
     return (
@@ -222,7 +240,7 @@ def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str
 
     Files with a mark of UTF-16 are read as that.
 
-    Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which some encodings would accept as text.
+    Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which most encodings would accept as text.
     """
     with open_file(path, patience=patience) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
@@ -232,7 +250,7 @@ def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str
         )
     if encoding == UTF_8:
         encoding = UTF_16.get(data[:2], "utf-8-sig") if len(data) > 2 else "utf-8-sig"
-    if not encoding.startswith("utf") and _is_binary(data):
+    if not encoding.startswith(("utf-16", "utf-32")) and _is_binary(data):
         raise UnicodeDecodeError(encoding, data, 0, 1, "binary")
     return data.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n")
 

@@ -255,6 +255,8 @@ def _check_documents(spec: JobSpec, path: str) -> None:
         written = field if key == "text_field" else documents.format
         others = [kind for name, kind in TELLTALE.items() if name in names and kind != documents.format]
         hint = f"; is it documents.format = {others[0]!r}?" if others else ""
+        if len(names) == 1 and ";" in min(names):
+            hint = "; expected commas between the fields of a .csv file, or tabs in a .tsv file"
         raise CorpusError(
             f"documents.{key} = {written!r}: no {noun} in the first rows of "
             f"{files[0]!r}{f' and {len(files[:SAMPLED_FILES]) - 1} more' if len(files) > 1 else ''}; "

@@ -11,7 +11,7 @@ from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.kv.chain import LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.pool import PAGE_ROWS
-from kvr_mpi.kv.relay import Route, relay, relays
+from kvr_mpi.kv.relay import Relay, relays
 from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
@@ -192,11 +192,11 @@ class Planner:
             if self._spec.is_sharded:
                 kept = [-(-kept[rank] // self.size)] * self.size
             if footprint is not None:
-                routes = relays(plan.partition, plan.known_tokens, plan.chunk_tokens)
-                needs = self._slice_bytes(routes, rank, prompt.new_tokens, drop)
+                slices = relays(plan.partition, plan.known_tokens, plan.chunk_tokens)
+                needs = self._slice_bytes(slices, rank, prompt.new_tokens, drop)
         elif footprint is not None and drop is not None:  # compressed prompts are not packed
-            route = relay(Partition((0, prompt.tokens)), 0)
-            needs = self._on(rank, footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop))
+            alone = Relay(Partition((0, prompt.tokens)), 0)
+            needs = self._on(rank, footprint.slice_bytes(alone, reserve_tokens=prompt.new_tokens, drop=drop))
         elif footprint is not None:
             needs = self._on(rank, own + footprint.activation_bytes(pack_tokens))
         if before is not None and not self._holds(plan):
@@ -230,8 +230,14 @@ class Planner:
         """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
         tokens, session = plan.prompt.tokens + plan.prompt.new_tokens, self._session
         if plan.before is None or not session.loaded.attends_in_parts:  # a model's own attention may need a copy
-            is_copied = session.pool.is_paged and plan.prefix is not None and plan.prefix.is_stored  # its last page
-            return session.kv_bytes(tokens) + (session.pool.page_bytes if is_copied else 0)
+            page_bytes, stored = session.pool.page_bytes if session.pool.is_paged else 0, plan.prompt.stored
+            if plan.prefix is None or not plan.prefix.is_stored:
+                return session.kv_bytes(tokens)
+            whole = session.kv_bytes(tokens) + page_bytes  # its last page is copied
+            if not plan.prefix.compression or stored is None:
+                return whole
+            kept = sum(piece.bytes for piece in stored.pieces) + page_bytes  # heads' last pages are partly empty
+            return min(whole, kept + session.kv_bytes(tokens - plan.known_tokens) + page_bytes)
         shared = plan.before.prompt.tokens
         return session.kv_bytes(tokens - (shared if not session.pool.is_paged else shared // PAGE_ROWS * PAGE_ROWS))
 
@@ -244,15 +250,14 @@ class Planner:
         return found
 
     def _slice_bytes(
-        self, routes: Sequence[Route], decode_rank: int, new_tokens: int, drop: PlannedDrop | None
+        self, slices: Sequence[Relay], decode_rank: int, new_tokens: int, drop: PlannedDrop | None
     ) -> list[int]:
         """Bytes that each rank of the chain needs for its slice."""
         assert self._session.footprint is not None
-        needs = [0] * self.size
-        for route in routes:
-            rotation = Rotation.bringing(self.size, route.decode_position, decode_rank)
-            needs[rotation.rank_of(route.position)] = self._session.footprint.route_bytes(
-                route, reserve_tokens=new_tokens, is_sharded=self._spec.is_sharded, drop=drop
+        needs, rotation = [0] * self.size, Rotation.ending_at(self.size, decode_rank)
+        for relay in slices:
+            needs[rotation.rank_of(relay.position)] = self._session.footprint.slice_bytes(
+                relay, reserve_tokens=new_tokens, is_sharded=self._spec.is_sharded, drop=drop
             )
         return needs
 

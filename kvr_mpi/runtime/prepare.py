@@ -34,7 +34,7 @@ from kvr_mpi.job.readout import Readout, readout_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
-from kvr_mpi.kv.relay import relay
+from kvr_mpi.kv.relay import Relay
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.logs import RankLogger
@@ -388,8 +388,8 @@ def _footprint_of(loaded: LoadedModel, max_tokens: int, new_tokens: int, free_by
         return footprint
     whole = replace(footprint, takes_chunks=False)
     if max_tokens <= MOST_COUNTED:
-        alone = relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
-        if 2 * footprint.route_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
+        alone = Relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
+        if 2 * footprint.slice_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
             return whole
     try:
         check_chunks(loaded)
@@ -407,7 +407,7 @@ def _make_pool(loaded: LoadedModel, longest: int, footprint: Footprint | None, f
     room = free_bytes
     if footprint is not None:
         tokens = max(1, min(longest, MOST_COUNTED, free_bytes // each))
-        rest = footprint.route_bytes(relay(Partition((0, tokens)), 0)) - tokens * each
+        rest = footprint.slice_bytes(Relay(Partition((0, tokens)), 0)) - tokens * each
         room -= max(rest, footprint.activation_bytes(max(tokens, PACK_TOKENS[loaded.device.type])))
         if room < (pages_for(tokens) + 1) * PAGE_ROWS * each:
             room = int(POOL_SHARE * free_bytes)

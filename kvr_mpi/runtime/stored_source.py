@@ -1,7 +1,7 @@
 """New questions about stored documents: only the question is prefilled.
 
 The corpus is the folder of an earlier run. A question follows the document's text in the stored prompt; the keys and
-values before it are loaded layer by layer while the model computes (``kv.loading``), and every block's checksum is
+values before it are loaded layer by layer while the model computes (``kv.sequence``), and every block's checksum is
 verified. If keys depend on the prompt's length, the prompt is prefilled again.
 """
 

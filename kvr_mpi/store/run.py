@@ -137,8 +137,9 @@ def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> _Comparis
     changes: dict[str, list[str]] = {what: [] for what in (CHANGED, REPAIRED, UNREAD, GONE, PASSING)}
     is_done, met = np.zeros(len(corpus), np.bool_), 0
     if not corpus.prompts and len(corpus.index.digested):  # most of them, all at once
-        numbers = corpus.index.digested
-        is_done[numbers] = places.matching(corpus.index.hash_ids(corpus.files)[numbers], corpus.index.digests)
+        numbers, hashes = corpus.index.digested, corpus.index.hash_ids(corpus.files)
+        hashes = hashes if len(numbers) == len(hashes) else hashes[numbers]
+        is_done[numbers] = places.matching(hashes, corpus.index.digests)
         met = int(is_done.sum())
     is_todo, known = ~is_done, set[str]()
     for number in np.flatnonzero(is_todo).tolist() if places else ():

@@ -8,6 +8,7 @@ import gzip
 import importlib.util
 import json
 import lzma
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,21 @@ def test_tables_of_comma_separated_values(tmp_path: Path, suffix: str, delimiter
     assert [corpus.read(n) for n in (20, 3, 29, 3)] == [WANTED[n] for n in (20, 3, 29, 3)]
     file.write_text(f"id{delimiter}text\na\nb{delimiter}x{delimiter}y\n")
     assert "the text field 'text' is missing" in errors_of(read(file))["a"] and read(file)[1] == Document("b", "x")
+
+
+def test_rows_with_wrong_quotes_are_errors_and_swallow_no_others(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(
+        'id,text\na,"said "no" loudly"\nb,"two\nlines, ""quoted"""\nc,an inch is 1"\nd,"open\ne,lost\nf,too\n'
+    )
+    found = read(file)
+    assert [document.text for document in found if document.error is None] == ['two\nlines, "quoted"', 'an inch is 1"']
+    assert [re.findall(r"lines \d to \d", document.error) for document in found if document.error] == [
+        ["lines 2 to 2"],
+        ["lines 6 to 8"],
+    ]
+    file.write_bytes("id,text\na,caf\xe9\n".encode("latin-1"))
+    assert "iconv -f latin1" in (read_one(file).error or "")
 
 
 def test_strings_of_parquet_without_their_type_are_text(tmp_path: Path) -> None:

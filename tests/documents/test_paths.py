@@ -142,7 +142,7 @@ def test_globs_end_where_links_lead_back(tmp_path: Path) -> None:
 
 
 @settings(max_examples=50)
-@given(text=unicode_text.filter(str.strip))
+@given(text=unicode_text.map(lambda text: re.sub("[\0-\b\x0e-\x1f\x7f]", "", text)).filter(str.strip))
 @example(text="one\r\ntwo\rthree\n")
 def test_a_text_file_is_its_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = tmp_path_factory.mktemp("corpus") / "a.txt"
@@ -171,6 +171,9 @@ OTHER = (
         (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj", "is a binary file"),
         (b"PK\x03\x04\x14\x00\xff", "is a binary file"),
         (bytes(range(256)) * 4, "is a binary file"),
+        (b"%PDF-1.4\n1 0 obj << /Length 44 >> stream", "is a binary file"),  # valid UTF-8, as the next two
+        (b"abc\x01def" * 100, "is a binary file, not text; convert"),
+        ("The captain saw the second boat.".encode("utf-16-le"), "documents.encoding = 'utf-16-le'"),
     ],
 )
 def test_what_is_no_text_is_an_error_and_the_others_go_on(tmp_path: Path, raw: bytes, why: str) -> None:

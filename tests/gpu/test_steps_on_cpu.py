@@ -30,7 +30,7 @@ from kvr_mpi.model.kernels import give_kernel
 from kvr_mpi.tuning import kernels
 
 # Those that take longest.
-LONG = {"first token, ranks", "flex", "hanging ranks"}
+LONG = {"first token, ranks", "flex", "hanging ranks", "failing sums", "links"}
 ABSENT = {
     "nccl, all ranks": "one for each of 4 ranks",
     **{"cuda-aware mpi": "GPU", "vllm": "vllm is not installed"},

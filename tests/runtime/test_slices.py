@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.prompt import Prompt
+from kvr_mpi.store.kv import Piece
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.tuning.table import Table
 
 RATES = Rates(1e-6, 1e-9)
@@ -43,7 +46,7 @@ def chain_of(size: int, **session: Any) -> Any:
         ),
         "loaded": SimpleNamespace(attends_in_parts=True, shape=SimpleNamespace(check_ids=lambda ids: None)),
         "footprint": SimpleNamespace(
-            activation_bytes=lambda tokens: 1000, route_bytes=lambda route, **given: 0, takes_chunks=False
+            activation_bytes=lambda tokens: 1000, slice_bytes=lambda route, **given: 0, takes_chunks=False
         ),
         "kv_bytes": lambda tokens: tokens,
         "retain_of": lambda prompt: None,
@@ -120,6 +123,19 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     assert again.kept == {1: own} and again.needs == [0, own + 1000, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("page_bytes", "own"), [(None, 90 + 5 + 4), (3, 90 + 5 + 4 + 2 * 3)])
+def test_a_question_about_a_compressed_document_is_planned_with_what_is_stored(
+    page_bytes: int | None, own: int
+) -> None:
+    pool = SimpleNamespace(is_paged=page_bytes is not None, nbytes=5000, page_bytes=page_bytes)
+    stored = StoredPrefix("a", (Piece("a", "kv.h5", 90, ""),), 300, "kvzip")
+    prefix = SimpleNamespace(length=300, compression="kvzip", is_stored=True)
+    chain = chain_of(2, pool=pool)
+    chain.open_stored = lambda prompt: prefix
+    plan = Planner(chain).plan(replace(prompt_of(305), stored=stored), 1)
+    assert plan.way is Way.ALONE and plan.kept == {1: own} and plan.needs == [0, own + 1000]
+
+
 def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
     spec = SimpleNamespace(
         is_plain=False,
@@ -148,7 +164,7 @@ def test_memory_to_distribute_heads_is_planned() -> None:
 def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 1000,
-        route_bytes=lambda route, **given: 20 * max(stop - start for chunk in route.chunks for start, stop in chunk),
+        slice_bytes=lambda relay, **given: 20 * max(stop - start for start, stop in relay.chunks),
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
@@ -165,7 +181,7 @@ def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
     truth, model = run_job(1).records, load_model(str(load(job).model.path), dtype="float32", cache_dir=tmp_path)
     footprint, longest = footprint_of(model.model.config, model.dtype), max(one.prompt_tokens for one in truth.values())
     (whole,), (chunked,) = (relays(Partition((0, longest)), 0, chunk) for chunk in (None, 128))
-    least, most = (footprint.route_bytes(one, reserve_tokens=8) for one in (chunked, whole))
+    least, most = (footprint.slice_bytes(one, reserve_tokens=8) for one in (chunked, whole))
     tight = run_job(1, f"parallel.memory_gib={(least + most) / 2 / GIB:.9f}")
     assert tight.tokens == {name: record.token_ids for name, record in truth.items()}
 
@@ -175,12 +191,12 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
     """Also for whole slices, where chunks would need less."""
     fits = dropped == 300 and free == 104
 
-    def route_bytes(route: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
-        return (404 if len(route.chunks) == 1 or not fits else 104) - (drop.kv_bytes if drop else 0)
+    def slice_bytes(relay: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
+        return (404 if len(relay.chunks) == 1 or not fits else 104) - (drop.kv_bytes if drop else 0)
 
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 0,
-        route_bytes=route_bytes,
+        slice_bytes=slice_bytes,
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
