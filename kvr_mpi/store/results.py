@@ -383,7 +383,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
                 missing.append(f"{path} has no results yet")
             continue
         found = _read_run(path, verify=verify, passes_damaged=passes_damaged)
-        left = None if run is None else max(0, run.documents - len(found) - sum(name in found for name in run.gone))
+        left = None if run is None else run.left(found.places)
         # The contents of a damaged log are unknown; the contents of a volume are listed in a log.
         spoilt = [(file, why) for file, why in found.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
         missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]

@@ -13,7 +13,7 @@ import json
 import operator
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,6 +228,10 @@ class RunFile:
     cut: str
     documents: int
     gone: frozenset[str]
+
+    def left(self, ids: Collection[str]) -> int:
+        """Return how many documents have no record, given the ids of all records."""
+        return max(0, self.documents - len(ids) + sum(name in ids for name in self.gone))
 
 
 def read_run_file(folder: Path) -> RunFile | None:
