@@ -238,9 +238,14 @@ class ExchangeCache(RowCache):
             self._post(each)
         done = self._done[at]
         self._done[at] += keys.shape[2]
-        places = self.places[done : self._done[at]]
-        for to, rows in zip(by_head(self._slabs[at], layer.shape), (keys, values), strict=True):
-            to[:, places] = rows[0]
+        read = -done
+        for first, last in self.own:  # those of the tokens last appended
+            some = slice(max(read, 0), min(read + last - first, keys.shape[2]))
+            to = slice(first + some.start - read, first + some.stop - read)
+            for slab, rows in zip(by_head(self._slabs[at], layer.shape), (keys, values), strict=True):
+                if some.start < some.stop:
+                    slab[:, to] = rows[0, :, some]
+            read += last - first
         if self._done[at] == len(self.places):
             for transfer in self._sends[at]:
                 self.forwarder.send(transfer)
