@@ -11,12 +11,15 @@ read : reading with checksums, against np.fromfile of as many bytes.
 sharded : some questions by all ranks together, of which each holds its share, in one row after a document that is read
     once, against one at a time, each of which reads it; and what a rank holds of the document then, in tensors and as
     the system counts it, over 1 / ranks of all keys and values.
+compressed : processor time of one rank to read a document, then to the first tokens of one question or of some in a
+    row, and to the end of their answers: of a document stored whole, against the same one compressed by KVzip.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -30,24 +33,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.compress import compression_of
 from benchmarks.memory import held_bytes, peak_bytes, reset_peak
 from benchmarks.options import make_parser
+from benchmarks.pretrained import opened_model
 from kvr_mpi.cli.options import DEFAULT_MODEL
+from kvr_mpi.compress.compression import Compression
 from kvr_mpi.decode.group import held_bytes as tensor_bytes
 from kvr_mpi.documents import read_corpus
 from kvr_mpi.kv.chain import layer_kv
-from kvr_mpi.kv.loading import LoadedLayers
+from kvr_mpi.kv.row import Row
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr
-from kvr_mpi.prefill.packed import prefill_packed
+from kvr_mpi.prefill.packed import decode_packed, prefill_packed
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.runtime.loading import load_on_all
-from kvr_mpi.store.kv import CachedTokens, KeysValues
+from kvr_mpi.store.kv import CachedTokens, Piece
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header
+from kvr_mpi.store.prefix import StoredPrefix, open_prompt
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.writer import ResultWriter
@@ -58,8 +65,9 @@ from kvr_mpi.transport.mpi import connect
 HEADER = Header({"model": "bench"}, {"name": "bench", "architecture": "none", "dtype": "float32"})
 WRITTEN = 3  # prefills of which keys and values are written
 TOGETHER = 8  # questions that are asked about a document
+ASKED = (1, 4)  # questions about a compressed document, in a row
 NEW_TOKENS = 32
-WHAT = ("write", "ask", "read", "sharded")
+WHAT = ("write", "ask", "read", "sharded", "compressed")
 
 
 def drop_pages(path: Path) -> None:
@@ -85,7 +93,7 @@ class Bench:
         self.ids = document_ids(self.loaded, options.tokens)
         self.question = document_ids(self.loaded, options.question)
         self.size = len(self.ids) * self.loaded.shape.kv_bytes_per_token
-        self._layers: list[KeysValues | None] = []
+        self._prefill: Prefill | None = None
         self._files = 0
 
     def say(self, what: str, found: dict[str, Any]) -> None:
@@ -143,44 +151,31 @@ class Bench:
         self.world.barrier()
         return self.slowest(self.prefill([*self.ids, *self.question], keeps_all=True).seconds)
 
-    def store(self) -> Path:
-        """Write the document's keys and values, all by the last rank; return the file."""
-        is_last = self.world.rank == self.world.size - 1
-        if not self._layers:
-            cache = self.prefill(self.ids, keeps_all=True).cache
-            self._layers = [layer_kv(cache, layer) for layer in range(len(cache.layers))] if is_last else [None]
+    def store(self, compression: Compression | None = None) -> Path:
+        """Write the document's keys and values, all by the last rank; return the file. Compressed ones come last."""
+        is_last, text = self.world.rank == self.world.size - 1, (0, len(self.ids))
+        if self._prefill is None:
+            self._prefill = self.prefill(self.ids, keeps_all=True)
         self._files += 1
         folder = self.folder / f"file-{self._files}"
         if is_last:
+            cache, tokens = self._prefill.cache, CachedTokens(self.ids, text)
+            if compression is not None:
+                compression.repeat(cache, self.ids, text)
+                kept = {idx: tuple(own.numpy() for own in cache.kept_positions(idx)) for idx in sorted(cache.ragged)}
+                tokens = CachedTokens(self.ids, text, 0, str(compression.settings), kept)
             folder.mkdir()
             writer = ResultWriter(folder, 0, HEADER)
-            writer.write(Record("document", "done"), self._layers, CachedTokens(self.ids, (0, len(self.ids))))
+            writer.write(Record("document", "done"), [layer_kv(cache, at) for at in range(len(cache.layers))], tokens)
             writer.close()
         self.world.barrier()
         return next(folder.glob("*.h5"))
 
-    def open(self, file: Path, bounds: tuple[int, int], longest: int | None = None) -> SequenceKV:
+    def open(self, file: Path, bounds: tuple[int, int] | None = None, longest: int | None = None) -> SequenceKV:
         """Open some tokens of the document; rows are held against their checksums."""
-        kv, tokens = stored_in(file), len(self.ids)
-
-        def read(number: int) -> torch.Tensor:
-            keys, values = kv.read(number, document.first_kept(number), bounds[1])
-            return torch.cat([keys.flatten(1), values.flatten(1)], 1)
-
-        document = SequenceKV(
-            self.loaded,
-            own_pool(self.loaded),
-            longest or tokens,
-            length=tokens,
-            start=bounds[0],
-            stop=bounds[1],
-            is_last=bounds[1] == tokens,
-            longest=longest,
-            read=LoadedLayers(len(self.loaded.shape.layers), read).__getitem__,
-            ids=self.ids,
-            source=str(file),
-        )
-        return document
+        pieces = tuple(pieces_in(file))
+        stored = StoredPrefix("document", pieces, len(self.ids), open_prompt("document", pieces)[1].compression)
+        return stored.open(self.ids, self.loaded, own_pool(self.loaded), bounds=bounds, longest=longest)
 
     def ask(self, file: Path, *, cold: bool = False) -> float:
         """Seconds to the first token of the question, by rank 0, which loads the document."""
@@ -190,10 +185,43 @@ class Bench:
             if cold:
                 drop_pages(file)
             began = time.perf_counter()
-            document, prompt = self.open(file, (0, len(self.ids))), [*self.ids, *self.question]
+            document, prompt = self.open(file), [*self.ids, *self.question]
             prefill_packed(self.loaded, [prompt], prefix=document, reserve_tokens=NEW_TOKENS)
             seconds = time.perf_counter() - began
         return self.slowest(seconds)
+
+    def answer(self, file: Path, questions: int) -> tuple[float, float, float]:
+        """Processor seconds of reading the document, of some questions in a row, and of their answers."""
+        marks, document = [time.process_time()], self.open(file)
+        for layer in range(len(document.layers)):
+            document.open(layer)
+        marks.append(time.process_time())
+        prompts = [[*self.ids, *self.question]] * questions
+        prefills = prefill_packed(self.loaded, prompts, prefix=document, reserve_tokens=NEW_TOKENS)
+        assert all(prefill.error is None for prefill in prefills), prefills[0].error
+        marks.append(time.process_time())
+        row = Row([prefill.cache for prefill in prefills])
+        for _ in range(NEW_TOKENS):
+            decode_packed(self.loaded, row, self.question[:1] * questions)
+        marks.append(time.process_time())
+        for prefill in prefills:
+            prefill.release()
+        document.release()
+        read_s, question_s, answer_s = (after - before for before, after in itertools.pairwise(marks))
+        return read_s, question_s, answer_s
+
+    def compare_compressed(self, whole: Path) -> None:
+        """Say what questions about a compressed document take, and those about the whole document."""
+        compression = compression_of(self.loaded, "kvzip", self.options.budget, "document", Path(), 0)
+        files = whole, self.store(compression)
+        if self.world.rank:
+            return
+        self.say("bytes stored, whole and compressed", {"bytes": [file.stat().st_size for file in files]})
+        for questions in ASKED:
+            pairs = [[self.answer(file, questions) for file in files] for _ in range(self.options.repeats + 1)][1:]
+            for count, name in enumerate(("reading", "and first tokens", f"and {NEW_TOKENS} tokens each"), 1):
+                sums = [(sum(one[:count], 0.0), sum(other[:count], 0.0)) for one, other in pairs]
+                self.say(f"{questions} questions, {name}: whole document, against compressed", ratio(sums))
 
     def ask_together(self, file: Path, questions: int) -> tuple[float, SequenceKV, list[Prefill]]:
         """Seconds to the first tokens of some questions in a row, by all ranks, of which each loads its share."""
@@ -239,9 +267,14 @@ class Bench:
         return ours, time.perf_counter() - began
 
 
+def pieces_in(file: Path) -> Sequence[Piece]:
+    """Locate the document's keys and values."""
+    return open_results(file.parent, verify=False).places["document"].pieces
+
+
 def stored_in(file: Path) -> KVReader:
     """Open the document's keys and values, for as long as the process runs."""
-    return KVReader("document", open_results(file.parent, verify=False).places["document"].pieces)
+    return KVReader("document", pieces_in(file))
 
 
 def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
@@ -258,7 +291,8 @@ def ratio(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 def run(bench: Bench, wanted: set[str]) -> None:
     """Measure what is wanted, of `WHAT`."""
     repeats = range(bench.options.repeats)
-    bench.fresh()
+    if wanted != {"compressed"}:
+        bench.fresh()
     if "write" in wanted:
         bench.write(True)
         bench.say(
@@ -283,6 +317,8 @@ def run(bench: Bench, wanted: set[str]) -> None:
         bench.say(f"{TOGETHER} questions by all ranks one at a time, against in a row", ratio(asked))
         asked = [(bench.fresh(), bench.ask_together(file, 1)[0]) for _ in repeats]
         bench.say("prefilling again, against asking by all ranks together, warm", ratio(asked))
+    if "compressed" in wanted:
+        bench.compare_compressed(file)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -291,6 +327,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("folder", nargs="?", default=".")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--question", type=int, default=30)
+    parser.add_argument("--budget", type=float, default=0.3, help="share of the tokens that KVzip keeps")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default=",".join(WHAT), help="of " + ", ".join(WHAT))
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -304,7 +341,8 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(share_json(world, on_root(world, lambda: tempfile.mkdtemp(dir=options.folder, prefix="bench-ask-"))))
     torch.set_num_threads(1)
     try:
-        run(Bench(options, world, folder), wanted)
+        with opened_model(world, options.model) as options.model:
+            run(Bench(options, world, folder), wanted)
     finally:
         world.barrier()
         if world.rank == 0:

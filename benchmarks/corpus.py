@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,12 +50,11 @@ from kvr_mpi.runtime.checks import choose_chain_size
 from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.indexing import open_documents, scan_documents
 from kvr_mpi.runtime.job_ranks import JobRanks
-from kvr_mpi.runtime.leader import WorkerContext
 from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.runtime.prepare import prepare
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.rounds import share_out
-from kvr_mpi.runtime.session import JobSetup, Machine
+from kvr_mpi.runtime.rounds import make_rounds
+from kvr_mpi.runtime.session import Machine, Session
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot
 from kvr_mpi.store.writer import ResultWriter
@@ -193,7 +192,7 @@ def bench_corpus(
             f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each; "
             f"{counted(len(corpus), 'document')}; in pairs with {ours}"
         )
-        ready: dict[str, JobSetup] = {}
+        ready: dict[str, Session] = {}
         for way in ways:
             if way in OURS:
                 mine = _spec_for(spec, way)
@@ -203,11 +202,11 @@ def bench_corpus(
         first = next(iter(ready.values()))
         rows = {way: CorpusRow(way, ours) for way in ways}
         shortest = min(range(len(corpus)), key=corpus.chars)
-        _ours(first, corpus, [shortest], control, ranks)  # warms up
+        _ours(first, corpus, [shortest], control)  # warms up
 
         def measure(way: str) -> CorpusRun:
             if way in OURS:
-                run = _ours(ready[way], corpus, range(len(corpus)), control, ranks)
+                run = _ours(ready[way], corpus, range(len(corpus)), control)
             elif way in rivals:
                 run = _on_root(ranks, lambda: _engine(first, corpus, rivals[way]))
             else:
@@ -259,23 +258,21 @@ def _spec_for(spec: JobSpec, way: str) -> JobSpec:
     return spec.model_copy(update={"parallel": parallel, "generation": generation})
 
 
-def _ours(
-    prepared: JobSetup, corpus: Corpus, numbers: Sequence[int], control: Transport, ranks: Transport
-) -> CorpusRun:
+def _ours(session: Session, corpus: Corpus, numbers: Sequence[int], control: Transport) -> CorpusRun:
     """Do documents as a job does, with their answers stored in a folder that is removed afterwards."""
-    with _folder(prepared.spec, control) as folder:
+    with _folder(session.spec, control) as folder:
         control.barrier()
         began = time.perf_counter()
-        shares = share_out(prepared, corpus, np.array(numbers, np.int64), JobRanks(ranks, ranks), SILENT)
-        counters = open_counters(control, FIRST_LIST + shares.slots)
+        session = replace(session, logger=SILENT)
+        rounds, refused, _ = make_rounds(session, corpus, np.array(numbers, np.int64))
+        counters = open_counters(control, FIRST_LIST + sum(len(part.lists) for part in rounds))
         events = Events()
-        quiet = Progress(SILENT, len(numbers), shares.work, events)
-        with closing(ResultWriter(folder, control.rank, prepared.header())) as writer:
-            source, stop = open_documents(prepared, corpus), Stop()
+        quiet = Progress(SILENT, len(numbers), sum(part.work for part in rounds), events)
+        with closing(ResultWriter(folder, control.rank, session.header)) as writer:
+            source, stop = open_documents(session, corpus), Stop()
             stop.join(counters)
-            sink = ResultSink(prepared, writer, counters, quiet)
-            context = WorkerContext(source, sink, Decoder(prepared, sink, stop, events), stop, events)
-            work_through(prepared, JobRanks(ranks, ranks), shares, context, counters, SILENT)
+            decoder = Decoder(session, ResultSink(session, writer, counters, quiet), stop, events)
+            work_through(rounds, refused, source, decoder, counters)
         control.barrier()
         seconds = time.perf_counter() - began
         done = counters.read()[Slot.DONE]
@@ -334,9 +331,9 @@ def _on_root(ranks: Transport, run: Callable[[], CorpusRun]) -> CorpusRun:
     return CorpusRun(**share_json(ranks, found))
 
 
-def _read_prompts(prepared: JobSetup, corpus: Corpus) -> list[Sequence[int]]:
+def _read_prompts(session: Session, corpus: Corpus) -> list[Sequence[int]]:
     """Token ids of all prompts; documents that cannot be read are left out."""
-    source = open_documents(prepared, corpus)
+    source = open_documents(session, corpus)
     prompts: list[Sequence[int]] = []
     for number in range(len(corpus)):
         try:
@@ -346,35 +343,35 @@ def _read_prompts(prepared: JobSetup, corpus: Corpus) -> list[Sequence[int]]:
     return prompts
 
 
-def _ends_of(prepared: JobSetup) -> list[int]:
-    ends = prepared.generation.eos_token_id
+def _ends_of(session: Session) -> list[int]:
+    ends = session.generation.eos_token_id
     return [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
 
 
-def _engine(prepared: JobSetup, corpus: Corpus, rival: Rival | None) -> CorpusRun:
+def _engine(session: Session, corpus: Corpus, rival: Rival | None) -> CorpusRun:
     """Answer the corpus with another engine, which is given all prompts at once."""
     assert rival is not None, "on rank 0"
-    began, ends = time.perf_counter(), _ends_of(prepared)
-    prompts = _read_prompts(prepared, corpus)
-    answer = rival.answer(prompts, prepared.spec.generation.max_new_tokens, ends)
+    began, ends = time.perf_counter(), _ends_of(session)
+    prompts = _read_prompts(session, corpus)
+    answer = rival.answer(prompts, session.spec.generation.max_new_tokens, ends)
     seconds = time.perf_counter() - began
     new_tokens = sum(sum(token not in ends for token in row) for row in answer.tokens)
     busy = answer.cpu_s / answer.seconds / (os.cpu_count() or 1)
     return CorpusRun(seconds, len(prompts), sum(map(len, prompts)), new_tokens, 0.0, 0.0, (busy,), busy)
 
 
-def _generate(prepared: JobSetup, corpus: Corpus, batch_size: int) -> CorpusRun:
+def _generate(session: Session, corpus: Corpus, batch_size: int) -> CorpusRun:
     """Answer the corpus with transformers' generate."""
-    with plain(prepared.loaded):
-        return _generate_here(prepared, corpus, batch_size)
+    with plain(session.loaded):
+        return _generate_here(session, corpus, batch_size)
 
 
-def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> CorpusRun:
-    model, device = prepared.loaded.model, prepared.loaded.device
+def _generate_here(session: Session, corpus: Corpus, batch_size: int) -> CorpusRun:
+    model, device = session.loaded.model, session.loaded.device
     began = time.perf_counter()
-    prompts = sorted(_read_prompts(prepared, corpus), key=len)  # alike lengths together: the least padding
+    prompts = sorted(_read_prompts(session, corpus), key=len)  # alike lengths together: the least padding
     prefill_s, new_tokens = 0.0, 0
-    config, ends = prepared.generation, _ends_of(prepared)
+    config, ends = session.generation, _ends_of(session)
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(ends), 0)
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
@@ -386,7 +383,7 @@ def _generate_here(prepared: JobSetup, corpus: Corpus, batch_size: int) -> Corpu
             ids,
             attention_mask=mask,
             generation_config=config,
-            max_new_tokens=prepared.spec.generation.max_new_tokens,
+            max_new_tokens=session.spec.generation.max_new_tokens,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([watch]),
         )

@@ -15,7 +15,7 @@ from kvr_mpi.kv.chain import Retain
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr, wait_for_compute
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport
 
@@ -73,11 +73,11 @@ class PrefilledDocuments:
     """This rank's documents, prefilled; copies of them, compressed or whole."""
 
     def __init__(
-        self, setup: JobSetup, prompts: Sequence[PromptText], ranks: Transport, observing: Compression
+        self, session: Session, prompts: Sequence[PromptText], ranks: Transport, observing: Compression
     ) -> None:
-        self._loaded, self.prompts = setup.loaded, list(prompts[ranks.rank :: ranks.size])
+        self._loaded, self.prompts = session.loaded, list(prompts[ranks.rank :: ranks.size])
         self.number, self.tokens = len(prompts), [prompt.tokens for prompt in prompts]
-        self.new_tokens = setup.spec.generation.max_new_tokens
+        self.new_tokens = session.spec.generation.max_new_tokens
         self._prefills = [self._prefill(prompt, observing) for prompt in self.prompts]
 
     def _prefill(self, prompt: PromptText, observing: Compression) -> Prefill:

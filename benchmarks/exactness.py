@@ -18,7 +18,6 @@ import torch
 from benchmarks.published import PUBLISHED
 from benchmarks.tiny import PAD
 from kvr_mpi.errors import DocumentError, KvrError
-from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model, run_model
@@ -199,7 +198,7 @@ def _rival(name: str, ids: Sequence[int], loaded: LoadedModel, rank: LocalTransp
     strategy = PUBLISHED[name]
     strategy.check(loaded, rank)
     cut = strategy.cut_evenly(len(ids), rank.size)
-    return prefill_kvr(loaded, ids, cut, rank, strategy.make or relay, reserve_tokens=NEW_TOKENS)
+    return strategy.prefill(loaded, ids, cut, rank, NEW_TOKENS)
 
 
 def _with_prefix(ids: Sequence[int], loaded: LoadedModel, rank: LocalTransport) -> Prefill:

@@ -56,7 +56,7 @@ from kvr_mpi.runtime.indexing import open_documents, scan_documents
 from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.runtime.prepare import prepare
-from kvr_mpi.runtime.session import JobSetup, Machine
+from kvr_mpi.runtime.session import Machine, Session
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json, together
 from kvr_mpi.transport.choose import TransportName, open_transport
 from kvr_mpi.transport.mpi import connect
@@ -142,9 +142,9 @@ class _Contest:
     """All ways to decode the same documents, the whole ones and those compressed to one budget."""
 
     def __init__(
-        self, setup: JobSetup, documents: PrefilledDocuments, compression: Compression, ranks: Transport
+        self, session: Session, documents: PrefilledDocuments, compression: Compression, ranks: Transport
     ) -> None:
-        self._setup, self._documents, self._ranks = setup, documents, ranks
+        self._session, self._documents, self._ranks = session, documents, ranks
         self.compression = compression
         self.places = placements(ranks.size - 1)
         begun: dict[str, Callable[[], Any]] = {
@@ -153,18 +153,18 @@ class _Contest:
         }
         begun |= {name: partial(self._shared, place, compression) for name, place in self.places.items()}
         begun[APART] = partial(self._apart, compression)
-        self.ways = {name: Way(name, begin, ranks, setup.loaded.device) for name, begin in begun.items()}
+        self.ways = {name: Way(name, begin, ranks, session.loaded.device) for name, begin in begun.items()}
 
     def _shared(self, place: PlaceHeads, compression: Compression | None) -> DecodeBatch:
         sums: Any = TimedSums(self._ranks)
-        return self._begin(HeadGroup(self._setup.loaded, sums, place), compression)
+        return self._begin(HeadGroup(self._session.loaded, sums, place), compression)
 
     def _apart(self, compression: Compression | None) -> DecodeBatch:
-        return self._begin(Group(self._setup.loaded), compression)
+        return self._begin(Group(self._session.loaded), compression)
 
     def _begin(self, group: Group, compression: Compression | None) -> DecodeBatch:
         documents = self._documents
-        batch = DecodeBatch(self._setup.loaded, GREEDY, stop=(), max_new_tokens=documents.new_tokens, group=group)
+        batch = DecodeBatch(self._session.loaded, GREEDY, stop=(), max_new_tokens=documents.new_tokens, group=group)
         pairs = zip(documents.prompts, documents.copies(compression), strict=True)
         for number, (prompt, prefill) in enumerate(pairs):
             batch.add(number, prefill, prompt.ids, 0)
@@ -215,7 +215,7 @@ class _Contest:
         return [self._row(way, times) for way in self.ways.values()]
 
     def _row(self, way: Way, times: tuple[float, float]) -> HeadsRow:
-        loaded, ranks, batch = self._setup.loaded, self._ranks, way.batch
+        loaded, ranks, batch = self._session.loaded, self._ranks, way.batch
         caches = [prefill.cache for prefill in batch.prefills]
         turns, computed = self._slowest(way), self._slowest(way, computed=True)
         attention = np.array(self._of_all(attention_seconds(loaded, caches, ranks))).T  # (layers, ranks)
@@ -259,13 +259,13 @@ class _Contest:
 
     def _forecast_s(self, way: str, times: tuple[float, float], efficiency: float | None) -> float:
         """Forecast a step in the middle of the answers, as `[decode] mode = "auto"` does."""
-        setup, answered = self._setup, self._documents.new_tokens / 2
-        assert setup.costs is not None, "asked for by mode = 'auto'"
-        hidden_bytes = setup.loaded.shape.hidden_size * setup.loaded.dtype.itemsize
+        session, answered = self._session, self._documents.new_tokens / 2
+        assert session.costs is not None, "asked for by mode = 'auto'"
+        hidden_bytes = session.loaded.shape.hidden_size * session.loaded.dtype.itemsize
         # So many new tokens that handing keys and values over, which is not timed here, is nothing a step.
         kept = self._kept_tokens(way) + answered
         wave = Wave(self._documents.number, self._ranks.size, kept, sys.maxsize, hidden_bytes)
-        apart_s, shared_s = step_seconds(setup.costs, wave, efficiency or 1.0, times)
+        apart_s, shared_s = step_seconds(session.costs, wave, efficiency or 1.0, times)
         return apart_s if efficiency is None else shared_s
 
 
@@ -306,23 +306,23 @@ def bench_heads(
     check_heads(spec, ranks.size)
     with pinned(ranks) as cores, torch.inference_mode():
         logger.root.info(f"{counted(ranks.size, 'rank')}, {counted(cores, 'core')} each")
-        setup = prepare(spec, machine, JobRanks(ranks, ranks), ranks, logger)
-        if isinstance(setup.sharing, str):
-            architecture = setup.loaded.shape.architecture
+        session = prepare(spec, machine, JobRanks(ranks, ranks), ranks, logger)
+        if isinstance(session.sharing, str):
+            architecture = session.loaded.shape.architecture
             raise ConfigError(
-                f"--fairkv: the heads of {architecture} cannot be distributed over ranks: {setup.sharing}"
+                f"--fairkv: the heads of {architecture} cannot be distributed over ranks: {session.sharing}"
             )
-        compressions = together(ranks, lambda: _compressions(setup, budgets))
-        prompts = together(ranks, lambda: _sample(setup, corpus, documents, compressions, ranks.size))
-        together(ranks, lambda: _check_room(setup, prompts, ranks))
-        held = PrefilledDocuments(setup, prompts, ranks, compressions[0])
+        compressions = together(ranks, lambda: _compressions(session, budgets))
+        prompts = together(ranks, lambda: _sample(session, corpus, documents, compressions, ranks.size))
+        together(ranks, lambda: _check_room(session, prompts, ranks))
+        held = PrefilledDocuments(session, prompts, ranks, compressions[0])
         logger.root.info(f"{held.number} prompts of {min(held.tokens)} to {max(held.tokens)} tokens, prefilled")
         times = measure_decoding(
-            setup.loaded, ranks, held.number, lambda: HeadGroup(setup.loaded, ranks, place_in_proportion)
+            session.loaded, ranks, held.number, lambda: HeadGroup(session.loaded, ranks, place_in_proportion)
         )
         began, rows = time.monotonic(), list[HeadsRow]()
         for number, compression in enumerate(compressions):
-            contest = _Contest(setup, held, compression, ranks)
+            contest = _Contest(session, held, compression, ranks)
             contest.run(patience.share(time.monotonic() - began, len(compressions) - number))
             rows += contest.rows(times)
             logger.root.info(f"{compression.describe()}: measured")
@@ -353,12 +353,12 @@ def check_heads(spec: JobSpec, ranks: int) -> None:
         )
 
 
-def _compressions(setup: JobSetup, budgets: Sequence[int]) -> list[Compression]:
+def _compressions(session: Session, budgets: Sequence[int]) -> list[Compression]:
     """Make one for each budget, the job's own if none is given."""
-    assert setup.compression is not None, "the job has [compress]"
+    assert session.compression is not None, "the job has [compress]"
     if not budgets:
-        return [setup.compression]
-    settings = setup.compression.settings
+        return [session.compression]
+    settings = session.compression.settings
     found = []
     for budget in budgets:
         if budget < settings.always_kept:
@@ -367,16 +367,16 @@ def _compressions(setup: JobSetup, budgets: Sequence[int]) -> list[Compression]:
                 f"it, or lower compress.window"
             )
         changed = settings.model_copy(update={"budget": budget})
-        found.append(replace(setup.compression, settings=changed))
+        found.append(replace(session.compression, settings=changed))
     return found
 
 
 def _sample(
-    setup: JobSetup, corpus: Corpus, documents: int, compressions: Sequence[Compression], ranks: int
+    session: Session, corpus: Corpus, documents: int, compressions: Sequence[Compression], ranks: int
 ) -> list[PromptText]:
     """Read prompts that are compressed to every budget, of documents spread over the corpus."""
     source, share, found = (
-        open_documents(setup, corpus),
+        open_documents(session, corpus),
         range(len(corpus)),
         list[PromptText](),
     )
@@ -401,10 +401,10 @@ def _sample(
     return found
 
 
-def _check_room(setup: JobSetup, prompts: Sequence[PromptText], ranks: Transport) -> None:
+def _check_room(session: Session, prompts: Sequence[PromptText], ranks: Transport) -> None:
     """Refuse more than this rank has memory for: what was prefilled, two whole caches, those of the compressed ways."""
-    mine = sum(prompt.tokens + setup.spec.generation.max_new_tokens for prompt in prompts[ranks.rank :: ranks.size])
-    needed, free = (3 + len(placements(0)) + 1) * setup.kv_bytes(mine), setup.free_bytes[ranks.rank]
+    mine = sum(prompt.tokens + session.spec.generation.max_new_tokens for prompt in prompts[ranks.rank :: ranks.size])
+    needed, free = (3 + len(placements(0)) + 1) * session.kv_bytes(mine), session.free_bytes[ranks.rank]
     if needed > free:
         raise ConfigError(
             f"--fairkv: up to {needed / 1e9:.1f} GB on rank {ranks.rank} for {len(prompts)} documents decoded in "

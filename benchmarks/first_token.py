@@ -43,13 +43,13 @@ from kvr_mpi.cli.launch import load_everywhere, open_links, run_guarded
 from kvr_mpi.cli.options import command, parse_names, parse_numbers
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, counted
-from kvr_mpi.kv.relay import relay
+from kvr_mpi.kv.relay import Relay
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.kernels import without_kernels
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import Footprint, footprint_of
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_single
 from kvr_mpi.prefill.self_check import check_chain
 from kvr_mpi.runtime.verify import _in_float32
 from kvr_mpi.transport import FailedTogetherError, Transport, gather_json, on_root, share_json, together
@@ -61,7 +61,7 @@ from kvr_mpi.tuning.refit import refit
 
 # A strategy with cuts of its own runs with even, searched and interpolated slices.
 CUTS = ("-e", "-s", "-p")
-STRATEGIES = tuple(one.name + cut for one in PUBLISHED.values() for cut in (CUTS if one.in_order else ("",)))
+STRATEGIES = tuple(one.name + cut for one in PUBLISHED.values() for cut in (CUTS if one.is_chain else ("",)))
 OURS = tuple(name for name in STRATEGIES if name not in PUBLISHED)
 # Others with this end of their name have what is ours: kernels, and the cut of the last layer.
 LENT_END = "-lent"
@@ -334,9 +334,9 @@ class Trial:
         if cold:
             reset_peak(loaded.device)
         predicted = 0
-        if self.registered.make is relay:
-            route = relay(self.cut, world.rank)
-            predicted = held_bytes(loaded.device) + self.footprint.route_bytes(route)
+        if self.registered.is_chain:
+            relay = Relay(self.cut, world.rank)
+            predicted = held_bytes(loaded.device) + self.footprint.slice_bytes(relay)
         began_cpu_s = time.process_time()
         prefill = self._prefill(loaded.shape.sample_ids(self.tokens, 7919, 13), self.cut)
         cpu_s = time.process_time() - began_cpu_s if prefill is not None else 0.0
@@ -372,10 +372,10 @@ class Trial:
 
     def _prefill(self, ids: Sequence[int], cut: Partition) -> Prefill | None:
         loaded, world = self.loaded, self.world
-        if self.registered.make is None:
+        if self.registered.is_single:
             return _single_with_all_cores(loaded, world, ids)
         with nullcontext() if self.has_ours else without_kernels(loaded.model):
-            return prefill_kvr(loaded, ids, cut, world, self.registered.make)
+            return self.registered.prefill(loaded, ids, cut, world)
 
 
 @dataclass(frozen=True, slots=True)

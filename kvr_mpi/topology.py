@@ -86,12 +86,7 @@ class Rotation:
     @classmethod
     def ending_at(cls, size: int, rank: int) -> Rotation:
         """Rotate so that `rank` has the last slice."""
-        return cls.bringing(size, size - 1, rank)
-
-    @classmethod
-    def bringing(cls, size: int, place: int, rank: int) -> Rotation:
-        """Rotate so that `rank` has slice `place`."""
-        return cls(size, (rank - place) % size)
+        return cls(size, (rank + 1) % size)
 
     def rank_of(self, place: int) -> int:
         """Return the rank that has slice `place`."""

@@ -12,7 +12,6 @@ from models import COMMON, CONFIGS
 from models import prompt as ids_of
 from tokenizers import Tokenizer, models
 
-from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -20,7 +19,6 @@ from kvr_mpi.prefill.exactness import continued
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, prefill_single
 from kvr_mpi.runtime.job_ranks import JobRanks, join_groups
 from kvr_mpi.topology import Topology
-from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 NEW_TOKENS = 32
@@ -47,15 +45,6 @@ def all_ranks(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], **
 
 def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserve: int = 0, **options: Any) -> Prefill:
     return all_ranks(loaded, ids, bounds, reserve_tokens=reserve, **options)[-1]
-
-
-def rival(
-    name: str, loaded: LoadedModel, ids: Sequence[int], ranks: Transport, *, lends: bool = False, **options: Any
-) -> Prefill:
-    """Prefill by a strategy with even slices, as published, or with what jobs have."""
-    strategy = (LENT if lends else PUBLISHED)[name]
-    assert strategy.make is not None
-    return prefill_kvr(loaded, ids, strategy.cut_evenly(len(ids), ranks.size), ranks, strategy.make, **options)
 
 
 # Tiny models in folders, and their parts on ranks that are threads

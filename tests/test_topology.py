@@ -46,10 +46,10 @@ def test_what_cannot_be_is_refused(ranks: tuple[int, int, int]) -> None:
 @given(st.integers(1, 9), st.data())
 def test_rings(size: int, data: st.DataObject) -> None:
     rank, place = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1))
-    turned = Rotation.bringing(size, place, rank)
-    assert turned.rank_of(place) == rank and turned.place_of(rank) == place
+    turned = Rotation.ending_at(size, rank)
+    assert turned.rank_of(size - 1) == rank and turned.place_of(turned.rank_of(place)) == place
     assert sorted(map(turned.rank_of, range(size))) == list(range(size))
-    assert topology.following(rank, size) == turned.rank_of(place + 1)
+    assert topology.following(rank, size) == turned.rank_of(size)
     after, before = list(topology.others_after(rank, size)), list(topology.others_before(rank, size))
     assert after == before[::-1] and sorted([*after, rank]) == list(range(size))
     assert size == 1 or (after[0], before[0]) == (topology.following(rank, size), topology.preceding(rank, size))

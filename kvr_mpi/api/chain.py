@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from kvr_mpi.api.ranks import ending_all, join_ranks
+from kvr_mpi.api.ranks import ending_all, join_ranks, leave_bars_to_rank_0
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.decode.sampling import Answer
 from kvr_mpi.documents.document import AS_THE_JOB
@@ -91,6 +91,7 @@ class Chain:
     ) -> None:
         machine = read_environment()
         self._world, self._owns = join_ranks(comm), comm is not None
+        leave_bars_to_rank_0(self._world)
         with ending_all(self._world):
             spec = together(self._world, lambda: _spec(model, generation, parallel))
             given = {f"setting {key}": value for key, value, _ in show_job(spec, {})}
@@ -101,7 +102,7 @@ class Chain:
             logger = RankLogger(self._world.rank)
             self._setup = prepare(spec, machine, JobRanks(self._ranks, self._ranks), self._ranks, logger)
             self._runner = ChainRunner(self._setup, self._ranks, 0)
-            self._planner = Planner(self._runner, logger) if self._ranks.rank == 0 else None
+            self._planner = Planner(self._runner) if self._ranks.rank == 0 else None
         self._prompts = 0  # number of prefilled prompts
         self.rank, self.size = self._ranks.rank, self._ranks.size
         self.decode_rank = self.size - 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvr_mpi.api.ranks import ending_all, join_ranks
+from kvr_mpi.api.ranks import ending_all, join_ranks, leave_bars_to_rank_0
 from kvr_mpi.cli.environment import is_offline, read_environment
 from kvr_mpi.cli.run import run_on
 from kvr_mpi.errors import EXIT_OK, ConfigError
@@ -93,7 +94,8 @@ def run(
     with ending_all(world):
         text = share_json(world, on_root(world, lambda: read_job(job, settings).model_dump_json()))
         spec = JobSpec.model_validate_json(text)
-        code = run_on(world, str(job) if isinstance(job, str | PathLike) else GIVEN, options, lambda: (spec, {}))
+        name, bars = str(job) if isinstance(job, str | PathLike) else GIVEN, partial(leave_bars_to_rank_0, world)
+        code = run_on(world, name, options, lambda: (spec, {}), on_import=bars)
     if comm is not None:
         release(world)
     return RunOutcome(code, Path(spec.output.path))

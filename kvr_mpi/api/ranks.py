@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +32,14 @@ def join_ranks(comm: Any = None) -> Transport:
     if comm is None:
         return connect()
     return comm if isinstance(comm, LocalTransport) else adopt(comm)
+
+
+def leave_bars_to_rank_0(world: Transport, environ: Mapping[str, str] = os.environ) -> None:
+    """Disable transformers' progress bars on the other ranks' processes, unless the user has set them."""
+    if world.rank and not isinstance(world, LocalTransport) and "HF_HUB_DISABLE_PROGRESS_BARS" not in environ:
+        import transformers
+
+        transformers.logging.disable_progress_bar()
 
 
 @contextmanager

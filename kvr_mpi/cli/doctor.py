@@ -18,12 +18,7 @@ from kvr_mpi.cli.options import command, optional_job_argument, set_option
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--share-gpu", is_flag=True, help="Accept several ranks on one GPU.")
-def doctor(
-    job: Path | None,
-    settings: tuple[str, ...],
-    as_json: bool,
-    share_gpu: bool,
-) -> int:
+def doctor(job: Path | None, settings: tuple[str, ...], as_json: bool, share_gpu: bool) -> int:
     """Check the launcher, MPI, GPUs, links, folder and batch system, and suggest fixes.
 
     \b

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvr_mpi.cli.files import writing_file
-from kvr_mpi.cli.options import command
+from kvr_mpi.cli.options import command, output_file_option, overwrite_file_option
 from kvr_mpi.errors import counted
 
 if TYPE_CHECKING:
@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     "and embeddings; openai-batch: responses for jobs with documents.format = 'openai-batch'; other formats: all "
     "fields.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write.  [default: standard output]",
-)
+@output_file_option("File to write.  [default: standard output]")
 @click.option(
     "--kv",
     type=click.Path(file_okay=False, path_type=Path),
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
     metavar="NAME,...",
     help="Write only these fields, in this order: --fields id,answer; columns.NAME is a field of the document's row.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace existing files.")
+@overwrite_file_option
 @click.option(
     "--status",
     type=click.Choice(["done", "error"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +59,8 @@ def _show_run(path: Path, as_json: bool) -> None:
         click.echo(json.dumps({**about, **counts, "documents": results.ids()}))
         return
     rows = list(rows_of(results))
-    cut = sum(record.is_cut_off for record in results.records("done"))
-    repeated = sum(record.finish_reason == "repetition" for record in results.records("done"))
+    ends = Counter(record.finish_reason for record in results.records("done") if record.new_tokens)
+    cut, repeated = ends["length"], ends["repetition"]
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")
     compress = header.identity.get("compress")

@@ -7,18 +7,13 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.options import command
+from kvr_mpi.cli.options import command, output_file_option, overwrite_file_option
 
 
 @command()
 @click.argument("folders", type=click.Path(path_type=Path), metavar="DIR...", nargs=-1, required=True)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File to write, without changes to DIR.  [default: DIR/results.h5, which replaces the logs]",
-)
-@click.option("--overwrite", is_flag=True, help="Replace the output file if it exists.")
+@output_file_option("File to write, without changes to DIR.  [default: DIR/results.h5, which replaces the logs]")
+@overwrite_file_option
 @click.option(
     "--shares",
     type=click.IntRange(1),

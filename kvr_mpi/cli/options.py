@@ -30,8 +30,13 @@ resume_option = click.option(
     help="Continue from the results in the output folder, which are never deleted. This is the default; changed "
     "documents are answered again.",
 )
-overwrite_file_option = click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+overwrite_file_option = click.option("--overwrite", is_flag=True, help="Replace existing files.")
 optional_job_argument = click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
+
+
+def output_file_option(help_text: str) -> Callable[[F], F]:
+    """Return the option for the file to write."""
+    return click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help=help_text)
 
 
 def command(name: str | None = None) -> Callable[[Callable[..., Any]], click.Command]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvr_mpi.cli.options import command, grouped, parse_numbers, set_option
+from kvr_mpi.cli.options import command, grouped, optional_job_argument, parse_numbers, set_option
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, listed
 
@@ -49,7 +49,7 @@ node_options = grouped(
 
 
 @command()
-@click.argument("job", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@optional_job_argument
 @set_option
 @click.option(
     "--ranks", type=click.IntRange(1), help="Number of ranks to plan for.  [default: the ranks of this allocation]"

@@ -7,17 +7,12 @@ from pathlib import Path
 import click
 
 from kvr_mpi.cli.files import writing_file
-from kvr_mpi.cli.options import command
+from kvr_mpi.cli.options import command, output_file_option
 
 
 @command()
 @click.argument("path", type=click.Path(path_type=Path), metavar="RUN")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="HTML file to write.  [default: report.html in RUN]",
-)
+@output_file_option("HTML file to write.  [default: report.html in RUN]")
 @click.option(
     "--overwrite", is_flag=True, help="Replace an existing file; the report.html of a run is always replaced."
 )

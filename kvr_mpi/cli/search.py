@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvr_mpi.cli.options import (
-    command,
-    optional_job_argument,
-    overwrite_file_option,
-    parse_numbers,
-    set_option,
-)
+from kvr_mpi.cli.options import command, optional_job_argument, overwrite_file_option, parse_numbers, set_option
 
 if TYPE_CHECKING:
     from kvr_mpi.costs.layer_costs import Costs

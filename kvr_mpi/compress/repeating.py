@@ -18,7 +18,7 @@ import torch
 
 from kvr_mpi.compress.scores import query_products
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.kv.attention import attend, attend_ranges
+from kvr_mpi.kv.attention import attend, attend_range
 from kvr_mpi.kv.layer import RowCache, RowLayer
 from kvr_mpi.kv.relay import Range
 from kvr_mpi.kv.sequence import Pair, SequenceKV
@@ -79,7 +79,7 @@ class RepeatRow(RowCache):
             for piece in sequence.pieces(at, 0, stop):
                 part = part.merge(attend(query, *piece, params))
         else:
-            part = attend_ranges(query, [(stop, whole)], rows, seen, params)
+            part = attend_range(query, (stop, whole), rows, seen, params)
         if at in self._layers:
             scored, _ = sequence.rows(at, *self._scored)
             self.scores[at] = peak_weights(query, scored, part.lse, params)

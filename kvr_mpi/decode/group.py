@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from kvr_mpi.decode.lookup import Acceptance
-from kvr_mpi.decode.sampling import Answer, DecodeSequence
+from kvr_mpi.decode.sampling import Answer, DecodeSequence, choose_tokens
 from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.row import Merge, Row
@@ -25,7 +25,6 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
 from kvr_mpi.model.tp_group import guarded
-from kvr_mpi.prefill.finite import NOT_FINITE, likeliest
 from kvr_mpi.prefill.one_prompt import Prefill, prefill_single, prefill_whole
 from kvr_mpi.prefill.packed import run_row
 from kvr_mpi.transport import Transport
@@ -129,37 +128,41 @@ class Group:
             raise
 
     def choose(self, documents: Sequence[BatchEntry], logits: torch.Tensor) -> list[int]:
-        """Choose the next token of each prompt from its logits (prompts, vocab_size).
-
-        The result is 0 on other ranks than the prompt's home, and `NOT_FINITE` if a prompt's logits are not.
-        """
-        greedy = likeliest(logits)  # of all prompts at once: few kernels on a GPU
-        chosen = greedy.clone()
-        for at, each in enumerate(documents):
-            if each.writing is not None and not each.writing.is_greedy:
-                chosen[at] = each.writing.choose(logits[at])
-        tokens: list[int] = chosen.where(greedy != NOT_FINITE, greedy).tolist()
-        return [0 if each.writing is None else token for each, token in zip(documents, tokens, strict=True)]
+        """Choose the next token of each prompt from its logits (prompts, vocab_size), as `choose_tokens` does."""
+        return choose_tokens([each.writing for each in documents], logits)
 
     def write(
         self, documents: Sequence[BatchEntry], logits: torch.Tensor, drafts: Sequence[Sequence[int]] = ()
     ) -> list[list[int]]:
-        """Choose and write the next token of each prompt, or several if its draft is right; return what was chosen."""
-        if not any(drafts):
-            chosen = self.choose(documents, logits)
-            for document, token in zip(documents, chosen, strict=True):
-                if document.writing is not None:
-                    document.writing.write(token)
-            return [[token] for token in chosen]
-        greedy, found, first = likeliest(logits).tolist(), list[list[int]](), 0
-        for document, draft in zip(documents, drafts, strict=True):
-            rows = slice(first, first := first + 1 + len(draft))
-            assert document.writing is not None, "this rank is the home of all of them"
-            found.append(document.writing.write_drafted(logits[rows], greedy[rows], draft))
+        """Choose and write the next token of each prompt, and then those that follow while its draft is right.
+
+        Every token is chosen as without a draft: from the same logits, after the same tokens, with its own random
+        number.
+
+        logits : after the last token of each prompt, and after each token of its draft (tokens, vocab_size).
+
+        Returns the tokens that were chosen, of which the end of a text is not written.
+        """
+        drafts = drafts or [()] * len(documents)
+        firsts = list(itertools.accumulate((1 + len(draft) for draft in drafts), initial=0))[:-1]
+        chosen: list[list[int]] = [[] for _ in documents]
+        at, depth = list(range(len(documents))), 0
+        while at:
+            some = logits if len(at) == len(logits) else logits[[firsts[number] + depth for number in at]]
+            going = []
+            for number, token in zip(at, self.choose([documents[number] for number in at], some), strict=True):
+                writing, draft = documents[number].writing, drafts[number]
+                chosen[number].append(token)
+                if writing is not None:
+                    writing.write(token)
+                    if writing.finish_reason is None and depth < len(draft) and token == draft[depth]:
+                        going.append(number)
+            at, depth = going, depth + 1
+        for document, draft, tokens in zip(documents, drafts, chosen, strict=True):
             if draft:
                 cache: SequenceKV = document.prefill.cache
-                cache.truncate(cache.length - 1 - len(draft) + len(found[-1]))
-        return found
+                cache.truncate(cache.length - 1 - len(draft) + len(tokens))
+        return chosen
 
     def tell(self, words: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Distribute the decisions of the home ranks to all ranks; (0, 0) on other ranks than the home."""

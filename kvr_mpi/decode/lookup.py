@@ -2,7 +2,7 @@
 
 Answers about long documents quote them. A *draft* is what followed the last tokens of prompt and answer when they
 occurred before (Saxena 2023, "Prompt Lookup Decoding"). Verifying it costs little, since a step reads the weights once
-for all its rows, and changes no answer (`DecodeSequence.write_drafted`).
+for all its rows, and changes no answer (`Group.write`).
 
 Drafts are only run where they save time, according to two measurements. How often a draft is right depends on the
 document and on how many tokens matched; a draft that is not run is compared with the answer, too, so that this costs

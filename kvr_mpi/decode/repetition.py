@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Number = TypeVar("Number", np.int64, np.float32)
 
 # An answer is stopped if it ends with so many copies of up to so many tokens, which are at least so many tokens
 # together: tables, numbers and indentation repeat single tokens.
@@ -40,22 +45,39 @@ class Penalties:
 NO_PENALTIES = Penalties()
 
 
-class PenaltyProcessor:
-    """A logits processor with the penalties of one answer; call it once for every token.
+class TokenCounts:
+    """How often an answer contains each of its tokens, on the host; the prompt does not count, as in OpenAI's API.
 
-    The prompt's tokens do not count, as in OpenAI's API and in vLLM.
+    most : largest number of different tokens.
+    tokens, counts : in the order of their first occurrence (most + 1,); then zeros.
     """
 
-    def __init__(self, penalties: Penalties, prompt_tokens: int) -> None:
-        self._penalties, self._seen = penalties, prompt_tokens
-        self._counts: torch.Tensor | None = None
+    def __init__(self, most: int) -> None:
+        self.tokens, self.counts = np.zeros(most + 1, dtype=np.int64), np.zeros(most + 1, dtype=np.float32)
+        self._places: dict[int, int] = {}
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the logits (1, vocab_size) with penalties for the tokens in ids (1, tokens) after the prompt."""
-        if self._counts is None:
-            self._counts = torch.zeros(scores.shape[-1], device=scores.device)
-        new = input_ids[0, self._seen :]
-        self._counts.index_add_(0, new, torch.ones_like(new, dtype=self._counts.dtype))
-        self._seen = input_ids.shape[1]
-        penalty = self._penalties.frequency * self._counts + self._penalties.presence * (self._counts > 0)
-        return scores - penalty.to(scores.dtype)
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, token: int) -> None:
+        """Count one occurrence of a token."""
+        place = self._places.setdefault(token, len(self._places))
+        self.tokens[place] = token
+        self.counts[place] += 1
+
+
+def penalize(logits: torch.Tensor, penalties: Penalties, answers: Sequence[TokenCounts]) -> torch.Tensor:
+    """Return logits (answers, vocab_size) with penalties for the tokens that each answer contains."""
+    some = [(each.tokens[: max(1, len(each))], each.counts[: max(1, len(each))]) for each in answers]
+    tokens, counts = (torch.from_numpy(stack(each)).to(logits.device) for each in zip(*some, strict=True))
+    penalty = penalties.frequency * counts + penalties.presence * (counts > 0)
+    return logits.scatter(1, tokens, logits.gather(1, tokens) - penalty.to(logits.dtype))
+
+
+def stack(rows: Sequence[npt.NDArray[Number]]) -> npt.NDArray[Number]:
+    """Stack rows of different lengths; shorter ones go on with copies of their first number."""
+    found = np.empty((len(rows), max(map(len, rows))), dtype=rows[0].dtype)
+    for into, row in zip(found, rows, strict=True):
+        into[: len(row)] = row
+        into[len(row) :] = row[:1]
+    return found

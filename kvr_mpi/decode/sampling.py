@@ -18,11 +18,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    EpsilonLogitsWarper,
+    GenerationConfig,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
-from kvr_mpi.decode.repetition import NO_PENALTIES, TOKENS_PER_CHECK, Penalties, PenaltyProcessor, ends_in_repetition
+from kvr_mpi.decode.repetition import (
+    NO_PENALTIES,
+    TOKENS_PER_CHECK,
+    Penalties,
+    TokenCounts,
+    ends_in_repetition,
+    penalize,
+    stack,
+)
 from kvr_mpi.decode.scoring import Score
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.generation import SAMPLING, sampling_settings
@@ -35,6 +52,18 @@ Integers = npt.NDArray[np.int64]
 TOKENS_PER_CHAR, MORE_TOKENS = 4, 8
 # Like `NOT_FINITE`, if the logits are finite, but not what the sampling settings make of them.
 NOTHING_TO_CHOOSE = -2
+# Logits processors that compute each row of logits by itself, and to which it is the same how often a token occurs.
+BY_ROW = {
+    EpsilonLogitsWarper,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+}
+# Most logits that are processed at once; sorting them takes several times their memory.
+MOST_LOGITS = 1 << 21
 
 # Settings of transformers' generate() that answers do not follow, with the values that ask for nothing.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -221,13 +250,11 @@ class SamplingParams:
         return ", ".join(f"{name} = {given[name]!r}" for name in names) or "its generation settings"
 
     def processors(self, prompt_tokens: int, device: torch.device) -> Any:
-        """Make the logits processors of one document; some of them are stateful."""
+        """Make the logits processors of one document, apart from `penalties`; some of them are stateful."""
         # Private, but generate() calls it, too; it makes all logits processors that a configuration asks for.
         self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
         self.config.max_length = prompt_tokens + self.max_new_tokens  # where BART's processor forces the end
         made = self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
-        if self.penalties != NO_PENALTIES:
-            made.insert(0, PenaltyProcessor(self.penalties, prompt_tokens))
         if self.json_schema is not None:  # before those that drop unlikely tokens
             made.insert(0, SchemaProcessor(self.grammars, self.json_schema, prompt_tokens))
         return made
@@ -246,6 +273,8 @@ class DecodeSequence:
     steps : see `Answer`.
     finish_reason, scores : see `Answer`; no reason while there is more to write.
     error : why the answer failed.
+    is_greedy : whether the next token is just the argmax of the logits.
+    alike : equal for answers whose tokens can be chosen together; None: of this one alone.
     """
 
     def __init__(
@@ -258,6 +287,8 @@ class DecodeSequence:
         self.error: str | None = None
         self.finish_reason: str | None = None
         self.scores: tuple[Score, ...] = ()
+        self.is_greedy = False
+        self.alike: tuple[object, ...] | None = None
         with self._failing_alone():
             self._ids = np.empty(len(prompt_ids) + rules.max_new_tokens, dtype=np.int64)
             self._ids[: len(prompt_ids)] = prompt_ids
@@ -270,6 +301,18 @@ class DecodeSequence:
         self._processors = rules.processors(self._prompt_tokens, self._device)
         self._generator = torch.Generator(device=self._device).manual_seed(seed) if rules.config.do_sample else None
         self._trace = None if rules.top_logprobs is None else LogprobTrace(rules.top_logprobs)
+        self._counts = None if rules.penalties == NO_PENALTIES else TokenCounts(rules.max_new_tokens)
+        kinds = {type(each) for each in self._processors}
+        others = self._generator, self._trace, self._counts
+        self.is_greedy = not self._processors and others == (None, None, None)
+        self.alike = None
+        if kinds <= BY_ROW:
+            own = ((type(each), *vars(each).values()) for each in self._processors)
+            self.alike = rules.config.do_sample, rules.penalties, *own
+        self._distinct: Integers | None = None  # the prompt's tokens without repetitions, and room for the answer's
+        if self.alike is not None and RepetitionPenaltyLogitsProcessor in kinds:
+            distinct = np.unique(self._ids[: self._prompt_tokens])
+            self._distinct = np.concatenate([distinct, self._ids[self._prompt_tokens :]])
         self.token_ids, self.steps = [], 0
         self.finish_reason = None if rules.max_new_tokens else "length"
 
@@ -307,11 +350,6 @@ class DecodeSequence:
         return self._rules.max_new_tokens - len(self.token_ids)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the next token is just the argmax of the logits."""
-        return self._generator is None and not self._processors and self._trace is None
-
-    @property
     def ids(self) -> Integers:
         """Prompt and answer so far (tokens,)."""
         return self._ids[: self._prompt_tokens + len(self.token_ids)]
@@ -322,49 +360,54 @@ class DecodeSequence:
             self._on_device = torch.from_numpy(self._ids).to(self._device)
         return self._on_device[None, : len(self.ids)]
 
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose the next token from logits (vocab_size,); it stays on the device, so that many are copied at once.
+    def _distinct_ids(self) -> Integers:
+        """Return the tokens of prompt and answer so far, in any order."""
+        if self._distinct is None:  # nobody reads them
+            return self._ids[:0]
+        return self._distinct[: len(self._distinct) - self.room]
 
-        The result is `NOTHING_TO_CHOOSE` if the settings leave no probability that is finite.
-        """
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose the next token from logits (vocab_size,); see `choose_alike`."""
         with self._failing_alone():
-            if self._trace is not None:
-                self._trace.see(logits)
-            if self._processors:
-                logits = self._processors(self._device_ids(), logits.unsqueeze(0))[0]
-            if self._generator is None:
-                return likeliest(logits, NOTHING_TO_CHOOSE)
-            probabilities = torch.softmax(logits, dim=-1)
-            is_usable = probabilities.sum().isfinite()  # after sampling from NaN, a GPU would compute nothing more
-            chosen = torch.multinomial(probabilities.where(is_usable, 1.0), 1, generator=self._generator)[0]
-            return chosen.where(is_usable, NOTHING_TO_CHOOSE)
+            return self.choose_alike([self], logits.unsqueeze(0))[0]
         return likeliest(logits)
+
+    @classmethod
+    def choose_alike(cls, answers: Sequence[DecodeSequence], logits: torch.Tensor) -> torch.Tensor:
+        """Choose the next tokens of answers that are `alike`, or of one answer, from logits (answers, vocab_size).
+
+        Every row is computed as if there were no others, with random numbers of its own. The tokens stay on the
+        device, so that many are copied at once.
+
+        Returns the tokens (answers,), `NOTHING_TO_CHOOSE` where the settings leave no probability that is finite.
+        """
+        one, device = answers[0], logits.device
+        for row, each in enumerate(answers):
+            if each._trace is not None:
+                each._trace.see(logits[row])
+        if counts := [each._counts for each in answers if each._counts is not None]:
+            logits = penalize(logits, one._rules.penalties, counts)
+        if one._processors:
+            if one.alike is None:
+                ids = one._device_ids()
+            else:
+                ids = torch.from_numpy(stack([each._distinct_ids() for each in answers])).to(device)
+            logits = one._processors(ids, logits)
+        if one._generator is None:
+            return likeliest(logits, NOTHING_TO_CHOOSE)
+        probabilities = torch.softmax(logits, dim=-1)
+        is_usable = probabilities.sum(-1).isfinite()
+        probabilities = probabilities.where(is_usable.unsqueeze(-1), 1.0)
+        # As torch.multinomial draws one token, which on a GPU would wait for the result of every answer.
+        draws = torch.empty_like(probabilities, memory_format=torch.contiguous_format)
+        for row, each in enumerate(answers):
+            draws[row].exponential_(generator=each._generator)
+        return torch.div(probabilities, draws, out=draws).argmax(-1).where(is_usable, NOTHING_TO_CHOOSE)
 
     def write_first(self, logits: torch.Tensor | None) -> None:
         """Choose the first token from the prompt's logits (vocab_size,), unless none is wanted."""
         if self.error is None and self.finish_reason is None and logits is not None:
             self.write(int(self.choose(logits.clone())))  # a copy: other samples begin with the same logits
-
-    def write_drafted(self, logits: torch.Tensor, greedy: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Choose and write the next token, and then those that follow while they are the drafted ones.
-
-        Every token is chosen as without a draft: from the same logits, after the same tokens, with its own random
-        number.
-
-        logits : after the last token, and after each token of the draft (tokens, vocab_size).
-        greedy : the likeliest tokens (`likeliest`).
-
-        Returns the tokens that were chosen, of which the end of the text is not written.
-        """
-        chosen = list[int]()
-        for row, token in enumerate(greedy):
-            if token != NOT_FINITE and not self.is_greedy:
-                token = int(self.choose(logits[row]))
-            self.write(token)
-            chosen.append(token)
-            if self.finish_reason is not None or row == len(draft) or token != draft[row]:
-                break
-        return chosen
 
     def fail(self, why: str) -> None:
         """Record an error; the answer ends."""
@@ -395,6 +438,10 @@ class DecodeSequence:
         self.token_ids.append(token)
         last = len(self.ids) - 1
         self._ids[last] = token
+        if self._distinct is not None:
+            self._distinct[-1 - self.room] = token
+        if self._counts is not None:
+            self._counts.add(token)
         if self._on_device is not None and self._device.type != "cpu":
             self._on_device[last] = token
         if rules.stop and rules.ends_in_stop(self.token_ids):
@@ -426,3 +473,32 @@ class DecodeSequence:
             logprobs=None if self._trace is None else self._trace.finish(self._rules.tokenizer, self.token_ids),
             scores=self.scores,
         )
+
+
+def choose_tokens(answers: Sequence[DecodeSequence | None], logits: torch.Tensor) -> list[int]:
+    """Choose the next token of each answer from logits (answers, vocab_size), those that are `alike` together.
+
+    The result is `NOT_FINITE` if an answer's logits are not, `NOTHING_TO_CHOOSE` as in `DecodeSequence.choose_alike`,
+    and 0 instead of answers that other ranks choose.
+    """
+    greedy = likeliest(logits)  # of all answers at once: few kernels on a GPU
+    alike: dict[object, list[tuple[int, DecodeSequence]]] = {}
+    for row, each in enumerate(answers):
+        if each is not None and not each.is_greedy:
+            alike.setdefault(each if each.alike is None else each.alike, []).append((row, each))
+    chosen, most = greedy.clone() if alike else greedy, max(1, MOST_LOGITS // logits.shape[-1])
+    for group in alike.values():
+        for first in range(0, len(group), most):
+            rows, some = zip(*group[first : first + most], strict=True)
+            chosen[list(rows)] = _choose_for(some, logits if len(rows) == len(logits) else logits[list(rows)])
+    if alike:
+        chosen = chosen.where(greedy != NOT_FINITE, greedy)
+    return [0 if each is None else token for each, token in zip(answers, chosen.tolist(), strict=True)]
+
+
+def _choose_for(answers: Sequence[DecodeSequence], logits: torch.Tensor) -> torch.Tensor:
+    """Choose the next tokens of answers that are alike; each by itself if that fails for all of them together."""
+    if len(answers) > 1:
+        with contextlib.suppress(Exception):
+            return DecodeSequence.choose_alike(answers, logits)
+    return torch.stack([each.choose(row) for each, row in zip(answers, logits, strict=True)])

@@ -27,6 +27,7 @@ from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.row import Row
 from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model import LoadedModel
+from kvr_mpi.model.fused import fused_in_graph
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import TensorParallelGroup, recording
 from kvr_mpi.prefill.exactness import allowed_error, error_share
@@ -70,7 +71,7 @@ class StepGraph:
         self._filled_with: list[int] = []  # tokens of each sequence
         recorded = Row(row.slots, table=self._table)  # not kept: it holds the sequences
         self._inputs[1, : len(recorded.lengths)] = torch.tensor(recorded.lengths, device=loaded.device)
-        with record(loaded.device, loaded.tp_group) as self._graph:
+        with fused_in_graph(loaded.model), record(loaded.device, loaded.tp_group) as self._graph:
             self._logits = run_step(loaded, recorded, self._inputs)
 
     def run(self, row: Row, inputs: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ from kvr_mpi.documents.files import (
     why_not_now,
 )
 from kvr_mpi.documents.index import (
+    DIGEST_BYTES,
     NONE_RECORDED,
-    SHA256_BYTES,
     CorpusFiles,
     CorpusPart,
     FileSpan,
@@ -129,7 +129,7 @@ class Corpus:
         return np.maximum(works, 1)
 
     def digest(self, number: int) -> str | None:
-        """Return the hash of a document's contents (`Document.sha256`); None if they were not compared."""
+        """Return the beginning of the hash of a document's contents; None if they were not compared."""
         document = self.document_number(number)
         at = int(np.searchsorted(self.index.digested, document))
         if at < len(self.index.digested) and int(self.index.digested[at]) == document:
@@ -212,7 +212,7 @@ def corpus_of(
     Each prompt about one is the same work.
     """
     count = len(ids)
-    digested = np.array([number for number in range(count) if hashes[number]], np.int64)
+    digested = np.array([number for number in range(count) if hashes[number]], np.int32)
     digests = b"".join(bytes.fromhex(hashes[number]) for number in digested.tolist())
     index = Index(
         np.zeros(count, np.int32),
@@ -223,7 +223,7 @@ def corpus_of(
         Strings.of(ids),
         dict(errors),
         digested,
-        np.frombuffer(digests, np.uint8).reshape(-1, SHA256_BYTES),
+        np.frombuffer(digests, np.uint8).reshape(len(digested), -1 if len(digested) else DIGEST_BYTES),
     )
     files = CorpusFiles(Strings.of(()), Strings.of(()), np.zeros(0, np.int64))
     return Corpus(files, index, prompts=prompts, later_work=1)
@@ -346,7 +346,7 @@ def _scan(
 
 def make_corpus(
     files: CorpusFiles,
-    parts: Sequence[Any],
+    parts: Iterable[Any],
     rows: RowFormat,
     *,
     prompts: Sequence[str] = (),

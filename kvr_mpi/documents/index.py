@@ -15,7 +15,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from kvr_mpi.documents.paths import find_files
 from kvr_mpi.documents.rows import RowFormat
 from kvr_mpi.errors import CorpusError, UnavailableError
 
-SHA256_BYTES = 32
+DIGEST_BYTES = 16  # of a SHA-256 that are kept in memory to compare documents
 UNKNOWN_ROW = -1
 AT_ONCE = 1 << 16  # numbers that are objects of Python at a time
 NONE_RECORDED: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -251,7 +251,8 @@ class Index:
     is_bad : whether reading it gives an error.
     ids : an empty one stands for the name of its file, or its file and row.
     errors : by number, of documents that cannot be processed for another reason than their row.
-    digested, digests : numbers of the documents that were compared, and the hashes of their contents (n, 32).
+    digested, digests : numbers of the documents that were compared, and the hashes of their contents (n, bytes), of
+        which an index of files has `DIGEST_BYTES`.
     """
 
     file: npt.NDArray[np.int32]
@@ -260,9 +261,9 @@ class Index:
     chars: npt.NDArray[np.int32]
     is_bad: npt.NDArray[np.bool_]
     ids: Strings
-    errors: dict[int, str] = field(default_factory=dict)
-    digested: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    digests: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, SHA256_BYTES), np.uint8))
+    errors: dict[int, str]
+    digested: npt.NDArray[np.int32]
+    digests: npt.NDArray[np.uint8]
 
     def __len__(self) -> int:
         return len(self.file)
@@ -270,13 +271,10 @@ class Index:
     @classmethod
     def of(cls, columns: Mapping[str, Any], errors: dict[int, str]) -> Index:
         """Reconstruct an index."""
-        ids, digests = Strings(columns["ids"].data, columns["ends"]), columns["digests"].reshape(-1, SHA256_BYTES)
+        ids, digested, digests = Strings(columns["ids"].data, columns["ends"]), columns["digested"], columns["digests"]
+        digests = digests.reshape(len(digested), -1 if len(digested) else DIGEST_BYTES)
         return cls(
-            **{name: columns[name] for name in COLUMNS},
-            ids=ids,
-            errors=errors,
-            digested=columns["digested"],
-            digests=digests,
+            **{name: columns[name] for name in COLUMNS}, ids=ids, errors=errors, digested=digested, digests=digests
         )
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
@@ -323,7 +321,7 @@ class _Rows:
         self.is_bad = bytearray()
         self.ids, self.ends = bytearray(), array("q")
         self.errors: dict[int, str] = {}
-        self.digested, self.digests = array("q"), bytearray()
+        self.digested, self.digests = array("i"), bytearray()
 
     def __len__(self) -> int:
         return len(self.file)
@@ -340,11 +338,16 @@ class _Rows:
 
     def index(self) -> Index:
         """Return the index."""
-        columns = {name: np.array(memoryview(getattr(self, name)), kind) for name, kind in COLUMNS.items()}
-        ids = Strings(self.ids, np.array(self.ends, np.int64))
-        digests = np.frombuffer(bytes(self.digests), np.uint8).reshape(-1, SHA256_BYTES)
+
+        def column(values: array[int] | bytearray, kind: Any) -> npt.NDArray[Any]:
+            return np.frombuffer(values, kind) if values else np.zeros(0, kind)
+
         return Index(
-            **columns, ids=ids, errors=self.errors, digested=np.array(self.digested, np.int64), digests=digests
+            **{name: column(getattr(self, name), kind) for name, kind in COLUMNS.items()},
+            ids=Strings(self.ids, column(self.ends, np.int64)),
+            errors=self.errors,
+            digested=column(self.digested, np.int32),
+            digests=column(self.digests, np.uint8).reshape(-1, DIGEST_BYTES),
         )
 
 
@@ -399,7 +402,7 @@ def index_spans(
                     wanted = len(recorded) and not is_bad and (not is_named or is_recorded(document.id))
                     if wanted:
                         found.digested.append(len(found))
-                        found.digests += bytes.fromhex(document.sha256)
+                        found.digests += bytes.fromhex(document.sha256)[:DIGEST_BYTES]
                     found.add(
                         *(span.file, place, number, document.chars, document.id if is_named else ""), is_bad=is_bad
                     )
@@ -444,7 +447,7 @@ def _add_text(found: _Rows, files: CorpusFiles, file: int, rows: RowFormat, *, i
         ((_, row),) = read_rows(path, rows, listed=listed, patience=patience)
         document = check_document(document_of(row, rows, path, name, 0))
         chars, is_bad = document.chars, document.error is not None
-        digest = b"" if is_bad else bytes.fromhex(document.sha256)
+        digest = b"" if is_bad else bytes.fromhex(document.sha256)[:DIGEST_BYTES]
     else:
         chars = retried(partial(size_and_time, path), path, listed=listed, patience=patience)[0]
         document = check_document(Document(name, "x"))
@@ -461,18 +464,19 @@ def _add_file_error(found: _Rows, span: FileSpan, error: str) -> None:
 
 
 def join(
-    parts: Sequence[tuple[Index, Sequence[Lines]]], files: CorpusFiles, *, part: CorpusPart, is_batch: bool = False
+    parts: Iterable[tuple[Index, Sequence[Lines]]], files: CorpusFiles, *, part: CorpusPart, is_batch: bool = False
 ) -> Index:
     """Join the indexes of all ranks to one in the order of the corpus, in which all ids are unique.
 
     A later document with the id of another one gets an error, and an id of its own; is_batch : it is a request.
     """
-    before: dict[int, dict[int, int | None]] = {}
+    before, parts = dict[int, dict[int, int | None]](), list(parts)
     for _, spans in parts:
         for span in spans:
             before.setdefault(span.file, {})[span.start] = span.lines
     indexes = [_number_rows(index, spans, before, files, part) for index, spans in parts]
     whole = indexes[0] if len(indexes) == 1 else _concatenate(indexes)
+    del parts, indexes  # as large as the whole
     order = np.lexsort((whole.place, whole.file)) if (np.diff(whole.file) < 0).any() else None
     if order is not None:
         whole = take(whole, order)
@@ -525,23 +529,23 @@ def _concatenate(indexes: Sequence[Index]) -> Index:
             for index, offset in zip(indexes, offsets, strict=False)
             for number, error in index.errors.items()
         },
-        digested=np.concatenate([index.digested + at for index, at in zip(indexes, offsets, strict=False)]),
+        digested=np.concatenate([index.digested + np.int32(at) for index, at in zip(indexes, offsets, strict=False)]),
         digests=np.concatenate([index.digests for index in indexes]),
     )
 
 
 def take(index: Index, order: npt.NDArray[np.int64]) -> Index:
     """Return some documents of an index, in another order."""
-    places = np.full(len(index), -1, np.int64)
+    places = np.full(len(index), -1, np.int32)
     places[order] = np.arange(len(order))
     digested = places[index.digested]
     kept = np.flatnonzero(digested >= 0)
     kept = kept[np.argsort(digested[kept], kind="stable")]
-    starts = index.ids.ends - index.ids.lengths
-    data = memoryview(index.ids.data)
-    ids = b"".join(
-        data[start:end] for start, end in zip(starts[order].tolist(), index.ids.ends[order].tolist(), strict=True)
-    )
+    data, ids = memoryview(index.ids.data), bytearray()
+    for at in range(0, len(order), AT_ONCE):
+        some = order[at : at + AT_ONCE]
+        starts, ends = np.where(some > 0, index.ids.ends[some - 1], 0), index.ids.ends[some]
+        ids += b"".join(data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
     return Index(
         **{name: getattr(index, name)[order] for name in COLUMNS},
         ids=Strings(ids, np.cumsum(index.ids.lengths[order])),

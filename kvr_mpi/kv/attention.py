@@ -72,17 +72,11 @@ class PartialAttention:
         out = torch.nn.functional.pad(self.out, (0, 0, before, 0))
         return PartialAttention(out, torch.nn.functional.pad(self.lse, (before, 0), value=float("-inf")))
 
-    def merge(self, other: PartialAttention, at: int = 0) -> PartialAttention:
-        """Merge the queries from `at` on with attention over other keys, in float32; in place unless `at` is 0."""
-        if not at:
-            weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
-            out = torch.lerp(self.out.float(), other.out.float(), weight)
-            return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
-        whole = PartialAttention(self.out.float(), self.lse)
-        after = whole.cut(at, self.out.shape[2])
-        after.out.lerp_(other.out.float(), torch.sigmoid(other.lse - after.lse).unsqueeze(-1))
-        torch.logaddexp(after.lse, other.lse, out=after.lse)
-        return whole
+    def merge(self, other: PartialAttention) -> PartialAttention:
+        """Merge with attention from the same queries over other keys, in float32."""
+        weight = torch.sigmoid(other.lse - self.lse).unsqueeze(-1)
+        out = torch.lerp(self.out.float(), other.out.float(), weight)
+        return PartialAttention(out, torch.logaddexp(self.lse, other.lse))
 
     def finish(self, params: AttentionParams) -> torch.Tensor:
         """Return the output (1, heads, queries, value_dim) after all keys are merged.
@@ -390,23 +384,21 @@ def _attend_blocks(
     return PartialAttention(torch.cat(outs, dim=1).unsqueeze(0), torch.cat(lses, dim=1).unsqueeze(0))
 
 
-def attend_ranges(
+def attend_range(
     query: torch.Tensor,
-    ranges: Sequence[tuple[int, int]],
+    bounds: tuple[int, int],
     rows: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]],
     seen: Visibility,
     params: AttentionParams,
 ) -> PartialAttention:
-    """Attend from ranges of tokens to those they see, all of which this rank holds.
+    """Attend from a range of tokens to those they see, all of which this rank holds.
 
-    query : queries of the ranges' tokens, concatenated (1, heads, tokens, head_dim).
+    query : queries of the tokens (1, heads, tokens, head_dim).
     rows : returns keys and values of a range of tokens, each (1, kv_heads, tokens, head_dim).
     """
-    pieces = [piece for bounds in ranges for piece in cut_range(*bounds, seen.chunk)]
-    parts, at = list[PartialAttention](), 0
-    for first, last in pieces:
-        some = query if len(pieces) == 1 else query[:, :, at : at + last - first]
-        at += last - first
+    parts = list[PartialAttention]()
+    for first, last in cut_range(*bounds, seen.chunk):
+        some = query[:, :, first - bounds[0] : last - bounds[0]]
         keys, values = rows(seen.first_key(first), last)
         if last - first == 1:
             parts.append(attend(some, keys, values, params))

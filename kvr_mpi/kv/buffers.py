@@ -40,10 +40,10 @@ class LayerBuffers:
         """Mark a buffer as free for reuse; on a GPU it is free when the work queued so far is done."""
         self._free.append((torch.as_strided(buffer, (self.capacity * self.elements,), (1,)), self._now()))
 
-    def scratch(self, rows: int, count: int) -> list[torch.Tensor]:
-        """Allocate `count` buffers of `rows` rows of any layer, after freeing everything else."""
+    def scratch(self, rows: int) -> torch.Tensor:
+        """Allocate memory for `rows` rows of any layer, after freeing everything else."""
         self.clear()
-        return list(torch.empty(count, rows * self.elements, dtype=self.dtype, device=self.device))
+        return torch.empty(rows * self.elements, dtype=self.dtype, device=self.device)
 
     def clear(self) -> None:
         """Drop all buffers; memory that no layer references goes back to the system."""

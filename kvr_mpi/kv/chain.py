@@ -2,7 +2,7 @@
 
 A causal LM calls ``past_key_values.update(keys, values, layer_idx)`` and then an attention function (see
 ``attention_hook``). `SliceLayer.append` stores this rank's keys and values by token in a buffer, and sends them along
-its `Route`; `SliceLayer.attend` attends to them and to other ranks' segments. When a layer is complete, the rank that
+its `Relay`; `SliceLayer.attend` attends to them and to other ranks' segments. When a layer is complete, the rank that
 decodes the prompt admits it to its `SequenceKV`, and the buffer is used again. No model code is changed, and the model
 is not aware of ranks.
 
@@ -20,21 +20,19 @@ from typing import Any
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_ranges
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_range
 from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.layer import RowCache, RowLayer
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.relay import (
-    NO_TOKENS,
     STATES,
-    Hop,
     LayerTransfers,
     PromptTransfers,
     Range,
-    Route,
+    Relay,
     in_two_groups,
-    total_tokens,
+    join_ranges,
 )
 from kvr_mpi.kv.sequence import Pair, SequenceKV, by_head, check_retained, copy_states
 from kvr_mpi.kv.states import StateLayer
@@ -80,9 +78,8 @@ class SliceLayer(RowLayer):
     def _begin(self) -> None:
         cache = self.cache
         self.length = cache.start
-        self.fresh = 0  # tokens last appended
-        self.fresh_ranges: Sequence[Range] = ()  # their positions
-        self.chunks: Sequence[Sequence[Range]] = cache.route.chunks  # of tokens that this layer processes, in order
+        self.fresh: Range = (cache.start, cache.start)  # tokens last appended
+        self.chunks: Sequence[Range] = cache.relay.chunks  # of tokens that this layer processes, in order
         self.chunks_done = 0  # chunks of the slice that are appended
         self.slab: torch.Tensor | None = None
         self._by_head: Pair | None = None  # of the slab, by head
@@ -102,7 +99,7 @@ class SliceLayer(RowLayer):
         if self.segments is not None:
             self.segments.rows = lambda first, last: slab[first - start : last - start]
             self.segments.free = free
-            self.segments.post(cache.route)
+            self.segments.post()
         if cache.prefix is not None:
             cache.prefix.open(self.layer_idx)  # a damaged file raises a DataError
             if start < cache.prefix.length:
@@ -140,15 +137,11 @@ class SliceLayer(RowLayer):
         if self.slab is None:
             self.post()
         assert self._by_head is not None, "it is allocated"
-        self.fresh_ranges, at = self._take_chunk(keys, values), 0
-        for first, last in self.fresh_ranges:
-            some = slice(at, at + last - first)
-            for to, rows in zip(self._by_head, (keys, values), strict=True):
-                to[:, first - cache.slab_start : last - cache.slab_start] = rows[0, :, some]
-            at = some.stop
-        self.length = self.fresh_ranges[-1][1]
+        first, self.length = self.fresh = self._take_chunk(keys, values)
+        for to, rows in zip(self._by_head, (keys, values), strict=True):
+            to[:, first - cache.slab_start : self.length - cache.slab_start] = rows[0]
         if self.segments is not None:
-            self.segments.share(cache.route.owned if self.has_all_chunks else self.fresh_ranges)
+            self.segments.share(self.length)
         cache.advance(self.layer_idx)
         self.leave_if_done()
         if cache.in_parts:
@@ -162,7 +155,7 @@ class SliceLayer(RowLayer):
         """Raise `UnreadError` if the layer's output is not used, to leave the layer with this chunk, or the model."""
         if self.layer_idx != self.cache.left_after:
             return
-        if len(self.cache.route.chunks) > 1 or (self.has_all_chunks and self.is_sent):
+        if len(self.cache.relay.chunks) > 1 or (self.has_all_chunks and self.is_sent):
             self.cache.current = None  # the layer's output is not used
             raise UnreadError
 
@@ -183,66 +176,61 @@ class SliceLayer(RowLayer):
         Returns (1, heads, tokens, value_dim) in the query's dtype. Raises `UnreadError` in the last layer, for a chunk
         without the last token.
         """
-        self.cache.current, shape = None, query.shape
-        if self.fresh == 1:  # the token's heads may come folded into the query length (1, kv_heads, group, head_dim)
+        self.cache.current, shape, (first, last) = None, query.shape, self.fresh
+        if last - first == 1:  # the token's heads may come folded into the query length (1, kv_heads, group, head_dim)
             query = query.reshape(1, -1, 1, shape[-1])
-        if query.shape[2] != self.fresh:
-            raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {self.fresh} tokens")
+        if query.shape[2] != last - first:
+            raise ModelError(f"layer {self.layer_idx}: {query.shape[2]} queries for {last - first} tokens")
         seen, self.params = self.shape.visibility, params
         if self.cache.window is not None:
             self._observe(query, self.cache.window)
-        reads_only_last = self.layer_idx == self.cache.last and self.cache.route.saves_last_layer
+        reads_only_last = self.layer_idx == self.cache.last and self.cache.relay.saves_last_layer
         if reads_only_last and not self.has_all_chunks:
             raise UnreadError
-        skipped = self.fresh - 1 if reads_only_last else 0
+        skipped = last - first - 1 if reads_only_last else 0
         query = query[:, :, skipped:]
         if not reads_only_last and seen.sees_all(self.length):
-            part = self._attend_route(query, keys, values, params)
+            part = self._attend_relay(query, keys, values, params)
         else:  # for a last token alone, and with windows or chunks
             if self.segments is not None:
                 self.segments.wait_for()
-            ranges = [(self.length - 1, self.length)] if skipped or self.fresh == 1 else self.fresh_ranges
-            part = attend_ranges(query, ranges, self.rows, seen, params)
+            part = attend_range(query, (first + skipped, last), self.rows, seen, params)
         out = part.finish(params).to(query.dtype)
         whole = torch.nn.functional.pad(out, (0, 0, skipped, 0)) if skipped else out
         return whole.reshape(*shape[:-1], self.shape.out_dim)
 
     def _observe(self, query: torch.Tensor, window: Range) -> None:
-        """Keep the queries (1, heads, tokens, head_dim) of window tokens, after those kept from earlier chunks.
-
-        The window lies in the last range that this rank computes (`SliceRow`).
-        """
-        (start, stop), chunk = self.fresh_ranges[-1], query.shape[2]
+        """Keep the queries (1, heads, tokens, head_dim) of window tokens, after those kept from earlier chunks."""
+        start, stop = self.fresh
         first, last = max(start, window[0]), min(stop, window[1])
         if first >= last:
             return
-        at = chunk - (stop - first)
-        rows = query[:, :, at : at + last - first].clone()
+        rows = query[:, :, first - start : last - start].clone()
         self.observed = rows if self.observed is None else torch.cat([self.observed, rows], dim=2)
 
-    def _attend_route(
+    def _attend_relay(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> PartialAttention:
-        """Attend to this rank's tokens while segments are in flight, then to the segments in the order of the route."""
-        route: Route = self.cache.route
-        start = route.owned[0][0]
-        if route.attend is not None or self.fresh_ranges[0][0] > start:
+        """Attend to this rank's tokens while segments are in flight, then to the segments in the order of arrival."""
+        relay: Relay = self.cache.relay
+        if self.fresh[0] > relay.own[0]:
             if self.segments is not None:  # the first chunk has waited for them, unless its output is unused
                 self.segments.wait_for()
-            if route.attend is not None:
-                return route.attend(query, *self.rows(0, route.capacity), params, start)
             *before, own = self.pieces(0, self.length)
             part = attend(query, *own, params, causal=True)
             for rows in before:
                 part = part.merge(attend(query, *rows, params))
             return part
         part = attend(query, keys, values, params, causal=query.shape[2] > 1)
-        for step in in_two_groups(route.steps) if route.in_order and query.device.type in GROUPING else route.steps:
+        for rows in self.pieces(0, relay.known):  # the known tokens are local
+            part = part.merge(attend(query, *rows, params))
+        is_grouped, coming = query.device.type in GROUPING, relay.received
+        for group in in_two_groups(coming) if is_grouped else [[segment] for segment in coming]:
             if self.segments is not None:
-                self.segments.wait_for(step.segments)
-            some = query[:, :, step.first_query :]
-            for rows in (piece for bounds in step.ranges for piece in self.pieces(*bounds)):
-                part = part.merge(attend(some, *rows, params), step.first_query)
+                self.segments.wait_for(segment.number for segment in group)
+            for bounds in join_ranges([segment.bounds for segment in group]):
+                for rows in self.pieces(*bounds):
+                    part = part.merge(attend(query, *rows, params))
         return part
 
     def release(self, *, wait: bool) -> bool:
@@ -264,23 +252,23 @@ class SliceLayer(RowLayer):
         """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""
         return self.length if self.shape.elements else int(self.cache.length)
 
-    def _take_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Sequence[Range]:
-        """Return the ranges of the new tokens: the slice's next chunk.
+    def _take_chunk(self, keys: torch.Tensor, values: torch.Tensor) -> Range:
+        """Return the positions of the new tokens: the slice's next chunk.
 
         Raises `ModelError` if the model passes other heads or other tokens.
         """
-        heads, self.fresh = self.shape.num_kv_heads, keys.shape[2]
+        heads = self.shape.num_kv_heads
         if self.has_all_chunks:
             raise ModelError(f"layer {self.layer_idx}: it was updated twice with the same tokens")
-        ranges = self.chunks[self.chunks_done]
+        first, last = self.chunks[self.chunks_done]
         self.chunks_done += 1
-        expected = [(1, heads, total_tokens(ranges), dim) for dim in (self.shape.key_dim, self.shape.value_dim)]
+        expected = [(1, heads, last - first, dim) for dim in (self.shape.key_dim, self.shape.value_dim)]
         if [keys.shape, values.shape] != expected:
             raise ModelError(
                 f"layer {self.layer_idx}: keys and values are {[*map(tuple, (keys.shape, values.shape))]}; expected "
                 f"{expected}"
             )
-        return ranges
+        return first, last
 
 
 class SliceStateLayer(StateLayer, SliceLayer):
@@ -301,18 +289,18 @@ class SliceStateLayer(StateLayer, SliceLayer):
 
     def _post_states(self) -> None:
         """Post the receive of the states, or copy those of the prefix."""
-        cache, position = self.cache, self.cache.route.position
-        if position > 0 and self.segments is not None:
-            if self._incoming is None:
+        cache, relay = self.cache, self.cache.relay
+        if relay.position > 0 and self.segments is not None:
+            if not self.has_previous_state[0]:
                 self._incoming = torch.empty(self.state_bytes, dtype=torch.uint8, device=cache.device)
-            self.segments.add(Hop(STATES, NO_TOKENS, position - 1, None), self._incoming)
-            self.expect()
+                self.segments.receive(STATES, self._incoming)
+                self.expect()
         elif cache.prefix is not None and not self.has_previous_state[0]:
             self.expect()
             self.set_states(copy_states({0: cache.prefix.states[self.layer_idx]})[0])
-        if self._outgoing is None and self.segments is not None and position < cache.route.decode_position:
+        if self._outgoing is None and self.segments is not None and not relay.is_last:
             message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=cache.device)
-            self._outgoing = self.segments.add(Hop(STATES, NO_TOKENS, None, position + 1), message, 0)
+            self._outgoing = self.segments.announce(STATES, message)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Append the inputs of a convolution; return them after the earlier ones (1, channels, tokens)."""
@@ -388,7 +376,7 @@ class Retain:
 class SliceRow(RowCache):
     """The cache of one rank's slice of a prompt.
 
-    route : what the strategy does on this rank.
+    relay : what this rank does.
     transfers : the prompt's transfers on this rank; None if the chain has only this rank.
     pool : for the prompt's keys and values on ranks that keep any.
     prefix : keys and values of the first tokens, if they have been computed already; another owns it.
@@ -414,7 +402,7 @@ class SliceRow(RowCache):
     def __init__(
         self,
         loaded: LoadedModel,
-        route: Route,
+        relay: Relay,
         transfers: PromptTransfers | None,
         pool: Pool,
         *,
@@ -426,16 +414,16 @@ class SliceRow(RowCache):
         write_layer: WriteLayer | None = None,
     ) -> None:
         shape = loaded.shape
-        self.route, self.transfers, self.prefix = route, transfers, prefix
+        self.relay, self.transfers, self.prefix = relay, transfers, prefix
         self.dtype, self.device = loaded.dtype, loaded.device
-        self.is_decode_rank = transfers is None or route.position == route.decode_position
+        self.is_decode_rank = transfers is None or relay.is_last
         keep = retain if retain is not None and self.is_decode_rank else Retain(None)
         self.window, self._choose, self._late_layers = keep.window, keep.choose, keep.late_layers
         if self.window is not None:  # otherwise what compression keeps would depend on the partition
-            (first, last), window = route.owned[-1], self.window
+            (first, last), window = relay.own, self.window
             if not first <= window[0] < window[1] <= last:
                 raise ValueError(f"the observation window, tokens {window}, is not in the last slice, {first, last}")
-        (self.start, end), self.prompt_tokens = route.owned[0], route.partition.tokens
+        (self.start, end), self.prompt_tokens = relay.own, relay.partition.tokens
         self.is_sharded, self.in_parts = is_sharded, loaded.attends_in_parts
         self.sequence = self._make_sequence(loaded, pool, self.prompt_tokens + reserve_tokens, end)
         self.slab_start = prefix.length if prefix is not None and self.in_parts else 0
@@ -452,7 +440,7 @@ class SliceRow(RowCache):
         kept = [idx for idx, layer in enumerate(shape.layers) if layer.elements or layer.states]
         self.last = kept[-1]
         stop = next((idx for idx in kept if stop_after is not None and idx + 1 >= stop_after), None)
-        is_read = self.is_decode_rank or not route.saves_last_layer
+        is_read = self.is_decode_rank or not relay.saves_last_layer
         self.left_after = self.last if stop is None and not is_read else stop
         self.cuts_last_layer = loaded.cuts_last_layer and self.in_parts and not shape.layers[self.last].states
         super().__init__(
@@ -462,7 +450,7 @@ class SliceRow(RowCache):
             ]
         )
         elements = max(layer.elements for layer in shape.layers)
-        self.buffers = LayerBuffers(elements, route.capacity - self.slab_start, self.dtype, self.device)
+        self.buffers = LayerBuffers(elements, end - self.slab_start, self.dtype, self.device)
 
     def _make_sequence(self, loaded: LoadedModel, pool: Pool, capacity: int, end: int) -> SequenceKV | None:
         """Make an empty sequence of what this rank keeps; its rows are allocated layer by layer."""
@@ -480,10 +468,10 @@ class SliceRow(RowCache):
 
     def begin(self) -> None:
         """Post the receives of the first layers before anything is computed."""
-        if self.cuts_last_layer and self.is_decode_rank and self.route.saves_last_layer:  # the last token alone
-            *before, (*ranges, (first, last)) = self.route.chunks
-            rest = [*ranges, (first, last - 1)] if last - first > 1 else ranges
-            self.layers[self.last].chunks = [*before, *([rest] if rest else []), [(last - 1, last)]]
+        if self.cuts_last_layer and self.is_decode_rank and self.relay.saves_last_layer:  # the last token alone
+            *before, (first, last) = self.relay.chunks
+            rest = [(first, last - 1)] if last - first > 1 else []
+            self.layers[self.last].chunks = [*before, *rest, (last - 1, last)]
         self._posted = self._layers_ahead
         for layer in self.layers[: self._posted]:
             layer.post()
@@ -518,7 +506,7 @@ class SliceRow(RowCache):
             if layer.shape.states:
                 layer.send_states()
             if self._write_layer is not None:
-                bounds = self.route.partition.bounds[self.route.position :][:2]
+                bounds = self.relay.partition.bounds[self.relay.position :][:2]
                 self._write_layer(_by_token(layer.rows(*bounds)) if layer.shape.elements else None)
             if layer.shape.elements and layer.has_all_chunks:
                 self._finish_layer(layer)
@@ -574,14 +562,14 @@ class SliceRow(RowCache):
         assert self.sequence is not None and layer.slab is not None, "this rank keeps them"
         if layer.segments is not None:
             layer.segments.is_through(wait=True)
-        first = 0 if kept is not None else max(self.sequence.first_new(layer.layer_idx), self._first_held(layer))
+        first = (
+            0
+            if kept is not None
+            else max(self.sequence.first_new(layer.layer_idx), self.relay.first_held(layer.shape.visibility))
+        )
         self.sequence.admit(layer.layer_idx, first, *layer.rows(first, layer.length), kept)
         self.reuse(layer.slab)
         SliceLayer.drop(layer)  # states are in use until the model has run
-
-    def _first_held(self, layer: SliceLayer) -> int:
-        """Position of the first token from which this rank has all keys and values of a layer."""
-        return self.route.first_held(layer.shape.visibility)
 
     def reuse(self, slab: torch.Tensor) -> None:
         """Give a complete layer's buffer to later layers; if none needs it, it is freed with the last view of it.

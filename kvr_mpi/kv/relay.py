@@ -1,8 +1,4 @@
-"""What each position of a chain owns, sends, receives and attends to, and its messages in flight.
-
-A `Route` is a strategy as data: KV-Runahead's is `relay`; benchmarks make those of other strategies. One loop runs them
-all: `LayerTransfers` makes messages of the `Forwarder` of its hops, and `chain.SliceLayer` attends by its steps.
-"""
+"""What each place of a chain computes, sends, receives and attends to, and its messages in flight."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.kv.attention import PartialAttention
 from kvr_mpi.kv.clock import Clock, Wait
 from kvr_mpi.model.masks import Visibility
 from kvr_mpi.partition import Partition, cut_range
@@ -25,175 +21,118 @@ from kvr_mpi.transport.forwarder import Forwarder, Transfer
 
 Range = tuple[int, int]
 
+# Segment number of a layer's recurrent states, which each rank sends to the next.
+STATES = -1
 
-# Segment number of a layer's recurrent states, which each rank sends to the next, and their range of tokens.
-STATES, NO_TOKENS = -1, (-1, -1)
 
+class Segment(NamedTuple):
+    """Tokens that cross the links together: a slice, or a chunk of one.
 
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """What one position does with one segment.
-
-    segment : its number among all segments of the layer.
-    bounds : its tokens.
-    source : position that it is received from; None: this position computes it.
-    dest : position that it is sent to, or forwarded to as it arrives; None: it is not sent.
+    number : among all segments of a layer.
     """
 
-    segment: int
+    number: int
     bounds: Range
-    source: int | None
-    dest: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of attention, and the segments it waits for.
+@dataclass(frozen=True)
+class Relay:
+    """What one place of a chain does with a prompt's segments (KV-Runahead, section 4.1, Fig. 5; cut-through is ours).
 
-    segments : the segments that have to arrive first.
-    ranges : the tokens attended to, one attention call each.
-    first_query : index of the first query of this position that attends.
-    """
+    Segments pass down the chain, forwarded as they arrive. A rank attends to its own slice while the prefix is in
+    flight, and then to each segment of the prefix, beginning with the nearest rank's, which arrive first. In a layer
+    with a window or chunks, a rank sends only tokens that the next rank, or a later one, can attend to. Each chunk is a
+    segment, sent as soon as it is computed. The first chunk that attends waits for the whole prefix; later chunks need
+    not wait. The last place ends with all keys and values, and computes the last token.
 
-    segments: tuple[int, ...]
-    ranges: tuple[Range, ...]
-    first_query: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One strategy at one position of a prompt's slices; positions need not be in the order of the chain's ranks.
-
-    partition : of the prompt.
-    position : the position that this route is for.
-    decode_position : the position that ends with all keys and values, and computes the last token.
-    segments : number of segments of a layer, over all positions.
-    owned : the tokens this position computes.
-    chunks : the tokens that a layer computes together, in order; a single chunk unless slices are cut into chunks.
-    hops : own segments in the order of sending, then the others in the order of arrival.
-    steps : attention after that to this position's own tokens.
-    reads_from : the first token of this position that attends to received tokens; None: it receives everything, also in
-        layers with a window or chunks.
-    next_reads_from : the same for the next position.
-    in_order : each position's tokens follow those of the position before; only such routes can use chunks.
+    position : the place, which is the index of the slice; places need not be in the order of the chain's ranks.
+    known : number of first tokens that every rank has already, all within the first slice.
+    chunk_tokens : ranks compute and send their tokens in chunks that end at multiples of this; None: at once.
+    receives_all : also in layers with a window or chunks.
     saves_last_layer : output of the last layer that is not used is not computed.
-    attend : attends to all tokens at once, given a query (1, heads, tokens, head_dim), all keys and values, the layer's
-        parameters and the position of the first query; None: step by step. For baselines.
-    slots : scratch buffers that a failed rank needs, so that the transfers cannot deadlock (``failure``).
     """
 
     partition: Partition
     position: int
-    decode_position: int
-    segments: int
-    owned: tuple[Range, ...]
-    chunks: tuple[tuple[Range, ...], ...]
-    hops: tuple[Hop, ...]
-    steps: tuple[Step, ...]
-    reads_from: int | None = None
-    next_reads_from: int | None = None
-    in_order: bool = False
+    known: int = 0
+    chunk_tokens: int | None = None
+    receives_all: bool = False
     saves_last_layer: bool = True
-    attend: Callable[..., PartialAttention] | None = None
-    slots: int = 1
 
     @property
-    def capacity(self) -> int:
-        """Tokens that a layer's buffer holds: those that this position computes or receives, and those before."""
-        return max(last for _, last in (*self.owned, *(hop.bounds for hop in self.hops)))
+    def is_last(self) -> bool:
+        """Whether this place has the last slice."""
+        return self.position == self.partition.size - 1
 
-    def messages(self, visibility: Visibility) -> Iterator[tuple[Hop, Range, Range | None]]:
-        """Yield the hops of a layer with the tokens that are received or computed here, and those that are sent.
+    @cached_property
+    def slices(self) -> list[Range]:
+        """The tokens that each place computes."""
+        return self.partition.slices(self.known)
 
-        Tokens of a layer with a window or chunks that no query of the receiver sees are left out.
+    @property
+    def own(self) -> Range:
+        """The tokens that this place computes; a layer's buffer ends with them."""
+        return self.slices[self.position]
+
+    @property
+    def chunks(self) -> list[Range]:
+        """The tokens that a layer computes together, in order."""
+        return list(cut_range(*self.own, self.chunk_tokens))
+
+    @cached_property
+    def segments(self) -> list[list[Segment]]:
+        """Each place's segments of a layer."""
+        numbers = itertools.count()
+        return [
+            [Segment(next(numbers), part) for part in cut_range(*bounds, self.chunk_tokens)] for bounds in self.slices
+        ]
+
+    @property
+    def received(self) -> list[Segment]:
+        """The segments of earlier places in the order of arrival: the nearest place's first, as computed there."""
+        return list(itertools.chain(*reversed(self.segments[: self.position])))
+
+    def messages(self, visibility: Visibility) -> Iterator[tuple[Segment, Range, Range | None]]:
+        """Yield the segments of a layer that are sent or received, with the tokens that are here and those sent on.
+
+        This place's own come first. Tokens of a layer with a window or chunks that no query of the receiver sees are
+        left out.
         """
 
-        def seen_from(position: int | None, bounds: Range) -> Range | None:
-            first = bounds[0] if position is None else max(bounds[0], visibility.first_key(position))
+        def seen_from(position: int, bounds: Range) -> Range | None:
+            first = bounds[0] if self.receives_all else max(bounds[0], visibility.first_key(position))
             return (first, bounds[1]) if first < bounds[1] else None
 
-        for hop in self.hops:
-            sent = None if hop.dest is None else seen_from(self.next_reads_from, hop.bounds)
-            here = sent if hop.source is None else seen_from(self.reads_from, hop.bounds)
+        (start, stop), own = self.own, [] if self.is_last else self.segments[self.position]
+        for segment in own + self.received:
+            sent = None if self.is_last else seen_from(stop, segment.bounds)
+            here = sent if segment.bounds[0] >= start else seen_from(start, segment.bounds)
             if here is not None:
-                yield hop, here, sent
+                yield segment, here, sent
 
     def first_held(self, visibility: Visibility) -> int:
         """Position of the first token from which this rank holds all keys and values of a layer."""
-        first = 0 if self.reads_from is None else visibility.first_key(self.reads_from)
-        received_from = min((hop.bounds[0] for hop in self.hops if hop.source is not None), default=0)
-        return 0 if first <= received_from else first
+        first = 0 if self.receives_all or not self.position else visibility.first_key(self.own[0])
+        return 0 if first <= self.known else first
 
 
-# Makes the route of one position, given the partition and the position (`relay`).
-MakeRoute = Callable[..., Route]
+def relays(partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Relay]:
+    """Return what every place does, first slice first."""
+    return [Relay(partition, position, known, chunk_tokens) for position in range(partition.size)]
 
 
-def relay(
-    partition: Partition,
-    position: int,
-    known: int = 0,
-    *,
-    chunk_tokens: int | None = None,
-) -> Route:
-    """Relay segments down the chain, forwarded as they arrive (KV-Runahead, section 4.1, Fig. 5; cut-through is ours).
-
-    A rank attends to its own slice while the prefix is in flight, and then to each segment of the prefix, beginning
-    with the nearest rank's, which arrive first. In a layer with a window or chunks, a rank sends only tokens that the
-    next rank, or a later one, can attend to. Each chunk is a segment, sent as soon as it is computed. The first chunk
-    that attends waits for the whole prefix; later chunks need not wait.
-
-    position : of the slices that the route is for.
-    known : number of first tokens that every rank has already, all within the first slice.
-    chunk_tokens : ranks compute and send their tokens in chunks that end at multiples of this.
-    """
-    slices = partition.slices(known)
-    last = len(slices) - 1
-    parts = [list(cut_range(*bounds, chunk_tokens)) for bounds in slices]
-    numbers = itertools.count()
-    segments = [[(next(numbers), part) for part in some] for some in parts]
-    dest = position + 1 if position < last else None
-    own = [Hop(number, part, None, dest) for number, part in segments[position] if dest is not None]
-    before_all = [Step((), ((0, known),))] if known else []  # the known tokens are local
-    # The nearest rank's segments come first, in the order in which they are computed there.
-    before = [each for some in reversed(segments[:position]) for each in some]
-    return Route(
-        partition,
-        position,
-        last,
-        next(numbers),
-        owned=(slices[position],),
-        chunks=tuple((part,) for part in parts[position]),
-        hops=(*own, *(Hop(number, part, position - 1, dest) for number, part in before)),
-        steps=(*before_all, *(Step((number,), (part,)) for number, part in before)),
-        reads_from=None if not position else slices[position][0],
-        next_reads_from=None if dest is None else slices[dest][0],
-        in_order=True,
-    )
-
-
-def relays(partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Route]:
-    """Make the route of every position, first slice first."""
-    return [relay(partition, position, known, chunk_tokens=chunk_tokens) for position in range(partition.size)]
-
-
-def in_two_groups(steps: tuple[Step, ...]) -> list[Step]:
-    """Combine the steps that wait for segments into two; adjacent ranges become one call of attention.
+def in_two_groups(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Combine received segments into two groups; adjacent ones of a group become one call of attention.
 
     On a GPU, one call and one merge for each segment cost more time than overlapping with transfers saves. The first
     group has at least half of the tokens.
     """
-    coming = [step for step in steps if step.segments]
-    joined = [step for step in steps if not step.segments]
-    tokens, seen, group = sum(total_tokens(step.ranges) for step in coming), 0, list[Step]()
-    for step in coming:
-        group.append(step)
-        before, seen = seen, seen + total_tokens(step.ranges)
-        if 2 * before < tokens <= 2 * seen or step is coming[-1]:
-            segments = tuple(segment for one in group for segment in one.segments)
-            joined.append(Step(segments, join_ranges([each for one in group for each in one.ranges])))
-            group = []
-    return joined
+    tokens, seen = sum(last - first for _, (first, last) in segments), 0
+    groups: list[list[Segment]] = [[], []]
+    for segment in segments:
+        groups[2 * seen >= tokens].append(segment)
+        seen += segment.bounds[1] - segment.bounds[0]
+    return [group for group in groups if group]
 
 
 def join_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
@@ -207,27 +146,21 @@ def join_ranges(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
-def total_tokens(ranges: Iterable[Range]) -> int:
-    """Return the number of tokens in ranges."""
-    return sum(last - first for first, last in ranges)
-
-
 class PromptTransfers:
     """What a prompt's `LayerTransfers` share on one rank: forwarder, tags, waiting times, and bytes sent.
 
     It begins when at most one earlier prompt is in flight on this rank.
 
     forwarder : to the other ranks of the chain.
-    segments : number of segments the prompt is cut into, over all ranks.
-    rotation : maps positions of slices to ranks of the chain.
+    relay : what this rank does.
+    rotation : maps places to ranks of the chain.
 
     Raises `TransportError` if its messages need more tags than the transport has.
     """
 
-    def __init__(self, forwarder: Forwarder, segments: int, layers: int, rotation: Rotation) -> None:
-        self.forwarder, self.layers, self.rotation = forwarder, layers, rotation
-        self._turn = 0
-        transport = forwarder.transport
+    def __init__(self, forwarder: Forwarder, relay: Relay, layers: int, rotation: Rotation) -> None:
+        self.forwarder, self.relay, self.layers, self.rotation = forwarder, relay, layers, rotation
+        self._turn, segments, transport = 0, sum(map(len, relay.segments)), forwarder.transport
         self._tags_per_layer = max(segments, transport.size) + 1  # one more for states
         if (largest := self.tag(layers, self._tags_per_layer - 1) + 1) > transport.tag_ub:
             raise TransportError(
@@ -269,48 +202,54 @@ class LayerTransfers:
     visibility: Visibility
     rows: Callable[[int, int], torch.Tensor] | None = None
     free: Any = None
-    posted: dict[Hop, Transfer] = field(default_factory=dict)
+    posted: list[Transfer] = field(default_factory=list)
     _arriving: dict[int, Transfer] = field(default_factory=dict)  # by segment
+    _own: list[tuple[int, Transfer]] = field(default_factory=list)  # with the position after their last token
+    _is_begun: bool = False
 
-    def post(self, route: Route, *, is_filled: bool = False) -> None:
-        """Announce the layer's sends and post its receives before it computes; later calls post what is missing.
+    def post(self, *, is_filled: bool = False) -> None:
+        """Announce the layer's sends and post its receives before it computes, once.
 
         With `is_filled`, this rank's own rows can be sent at once.
         """
         assert self.rows is not None, "its memory is allocated"
-        for hop, bounds, onward in route.messages(self.visibility):
-            if hop not in self.posted:
-                skipped = None if onward is None else onward[0] - bounds[0]
-                self.add(hop, self.rows(*bounds), skipped, self.free)
-            if is_filled and hop.source is None and not self.posted[hop].is_ready:
-                self.prompt.forwarder.send(self.posted[hop])
+        relay = self.prompt.relay
+        messages, self._is_begun = () if self._is_begun else relay.messages(self.visibility), True
+        for (number, (first, last)), here, sent in messages:
+            if first < relay.own[0]:
+                self.receive(number, self.rows(*here), None if sent is None else sent[0] - here[0])
+                continue
+            self._own.append((last, self.announce(number, self.rows(*here))))
+            if is_filled:
+                self.share(last)
+        if is_filled:
+            self.share(relay.own[1])
 
-    def add(self, hop: Hop, tensor: torch.Tensor, skipped: int | None = None, free: Any = None) -> Transfer:
-        """Post the receive of a message, which is forwarded without its first `skipped` rows (None: not at all).
-
-        A message that this rank computes is announced instead. Repeated calls return the same transfer.
-        """
-        if hop in self.posted:
-            return self.posted[hop]
-        prompt, layer_idx = self.prompt, self.layer_idx
-        tag, dest = prompt.tag(layer_idx, hop.segment), hop.dest
-        to = None if dest is None or skipped is None else prompt.rotation.rank_of(dest)
-        if hop.source is not None:
-            source = prompt.rotation.rank_of(hop.source)
-            transfer = prompt.forwarder.receive(tensor, source, tag, to, skipped or 0, layer=layer_idx, free=free)
-            self._arriving[hop.segment] = transfer
-        else:
-            assert to is not None, "what nobody receives is not posted"
-            transfer = prompt.forwarder.announce(tensor, to, tag, layer=layer_idx)
+    def receive(self, number: int, tensor: torch.Tensor, skipped: int | None = None) -> None:
+        """Post the receive of a segment, which is forwarded without its first `skipped` rows (None: not at all)."""
+        prompt = self.prompt
+        source, tag = prompt.rotation.rank_of(prompt.relay.position - 1), prompt.tag(self.layer_idx, number)
+        dest = None if skipped is None else prompt.rotation.rank_of(prompt.relay.position + 1)
+        transfer = prompt.forwarder.receive(
+            tensor, source, tag, dest, skipped or 0, layer=self.layer_idx, free=self.free if number != STATES else None
+        )
+        self._arriving[number] = transfer
+        self.posted.append(transfer)
         prompt.sent_bytes += 0 if skipped is None else tensor[skipped:].nbytes
-        self.posted[hop] = transfer
+
+    def announce(self, number: int, tensor: torch.Tensor) -> Transfer:
+        """Announce a segment that this rank computes."""
+        prompt = self.prompt
+        dest, tag = prompt.rotation.rank_of(prompt.relay.position + 1), prompt.tag(self.layer_idx, number)
+        transfer = prompt.forwarder.announce(tensor, dest, tag, layer=self.layer_idx)
+        self.posted.append(transfer)
+        prompt.sent_bytes += tensor.nbytes
         return transfer
 
-    def share(self, ranges: Sequence[Range]) -> None:
-        """Send this rank's segments that lie within `ranges`, which are complete in the buffer."""
-        for hop, transfer in self.posted.items():
-            is_made = any(first <= hop.bounds[0] and hop.bounds[1] <= last for first, last in ranges)
-            if hop.source is None and is_made and not transfer.is_ready:
+    def share(self, stop: int) -> None:
+        """Send this rank's segments that end at position `stop` or before, and are complete in the buffer."""
+        for last, transfer in self._own:
+            if last <= stop and not transfer.is_ready:
                 self.prompt.forwarder.send(transfer)
 
     def wait_for(self, segments: Iterable[int] | None = None) -> None:
@@ -331,8 +270,8 @@ class LayerTransfers:
         forwarder = self.prompt.forwarder
         if not wait:
             forwarder.progress()
-            return all(transfer.through for transfer in self.posted.values())
+            return all(transfer.through for transfer in self.posted)
         with self.prompt.waiting("send wait", self.layer_idx):
-            for transfer in self.posted.values():
+            for transfer in self.posted:
                 forwarder.wait(transfer, through=True)
         return True

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvr_mpi.errors import ModelError
-from kvr_mpi.kv.attention import PartialAttention, attend, attend_ranges, takes_flash
+from kvr_mpi.kv.attention import PartialAttention, attend, attend_range, takes_flash
 from kvr_mpi.kv.layer import RowCache, RowLayer
 from kvr_mpi.kv.pool import Block
 from kvr_mpi.kv.sequence import RowSpan, SequenceKV
@@ -350,7 +350,7 @@ class Row(RowCache):
             part = attend_spans(query[:, :, unread:], spans, whole, params, shape, first)
             return part if part is None or not unread else part.pad(unread)
         if not seen.sees_all(whole):
-            return attend_ranges(query, [(length, whole)], lambda *bounds: sequence.rows(at, *bounds), seen, params)
+            return attend_range(query, (length, whole), lambda *bounds: sequence.rows(at, *bounds), seen, params)
         part = attend_spans(query, spans, length, params, shape)
         if not sequence.is_last:
             return part
@@ -371,9 +371,7 @@ class Row(RowCache):
             parts.append(attend(query[:, :, :among], *first_spans[0].cut(0, length + among), params, causal=True))
         if length + among < whole:
             some, bounds = query[:, :, among:], (length + among - sinks, whole - sinks)
-            part = attend_ranges(
-                some, [bounds], lambda first, stop: last.cut(first + sinks, stop + sinks), seen, params
-            )
+            part = attend_range(some, bounds, lambda first, stop: last.cut(first + sinks, stop + sinks), seen, params)
             parts.append(part.merge(attend(some, *first_spans[0].cut(0, sinks), params)) if sinks else part)
         return PartialAttention.join(parts)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,6 +27,8 @@ States = dict[str, dict[int, torch.Tensor | None]]
 # What is read of a stored layer: rows (tokens, elements of K and V of all heads); or after compression each KV head's
 # keys and values (rows, dim); None if it has none.
 StoredRows = torch.Tensor | Sequence[Pair] | None
+# Layers of a stored sequence to read ahead.
+READ_AHEAD = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +115,8 @@ class SequenceKV:
     observed : the window's queries and the parameters of attention, by layer, if compression comes later.
     ids : its tokens, if prompts continue it.
     failure : why a stored sequence cannot be read, on this or another rank.
-    compression, source : of a stored sequence: how it was compressed, and where it is stored.
+    compression, source, read : of a stored sequence: how it was compressed, where it is stored, and what reads a layer.
+        A thread calls `read`, also for the next layers; `open` raises its errors.
     """
 
     def __init__(
@@ -144,6 +149,8 @@ class SequenceKV:
         self.failure: str | None = None
         self._read, self._parent_tokens, self._shares, self._origin = read, 0, True, 0
         self._parent: SequenceKV | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[StoredRows]] = {}
 
     # What it holds
 
@@ -224,7 +231,7 @@ class SequenceKV:
         elif self._parent is not None and first <= self._parent_tokens:
             spans = self._fork_layer(layer_idx, self._parent)
         elif self._read is not None:
-            spans = self._load(layer_idx, self._read)
+            spans = self._load(layer_idx)
         elif self.rolling is not None:
             spans = self._reserve_rolling(shape, self.rolling)
         else:
@@ -233,7 +240,7 @@ class SequenceKV:
             spans = self._reserve([0] * shape.num_kv_heads, shape, room, first)
         self.layers[layer_idx] = spans
         if self.longest is not None and self.is_open:
-            self._read = None  # closes the file: it is held for all prompts that continue it
+            self._read = self._reader = None  # closes the file: it is held for all prompts that continue it
         return spans
 
     def reserve(self, layer_idx: int, counts: Sequence[int], heads: Sequence[int] | None = None) -> list[RowSpan]:
@@ -312,9 +319,22 @@ class SequenceKV:
         sinks = self.rolling.sinks_of(visibility)
         return sinks + self.rolling.seen(visibility).first_key(max(0, position - sinks))
 
-    def _load(self, layer_idx: int, read: Callable[[int], StoredRows]) -> list[RowSpan]:
+    def _read_layer(self, layer_idx: int) -> StoredRows:
+        """Return the rows of a stored layer, and begin to read the next ones."""
+        device, read = self.pool.device, self._read
+        assert read is not None, "it is stored"
+        if self._reader is None:  # a thread would use GPU 0, and create a context there
+            begin = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+            self._reader = ThreadPoolExecutor(1, "kvr-loading", *begin)
+        read = partial(_read_locked, read) if device.type == "cuda" else read
+        for each in range(layer_idx, min(layer_idx + 1 + READ_AHEAD, len(self.shapes))):
+            if self.layers[each] is None and self.shapes[each].elements and each not in self._ahead:
+                self._ahead[each] = self._reader.submit(read, each)
+        return self._ahead.pop(layer_idx).result()
+
+    def _load(self, layer_idx: int) -> list[RowSpan]:
         """Read a stored layer, which gets no room for new tokens."""
-        shape, first, rows = self.shapes[layer_idx], self.first_kept(layer_idx), read(layer_idx)
+        shape, first, rows = self.shapes[layer_idx], self.first_kept(layer_idx), self._read_layer(layer_idx)
         if rows is None or (isinstance(rows, torch.Tensor) and len(rows) != self.stop - first):
             found = 0 if rows is None else len(rows)
             raise DataError(f"layer {layer_idx} has keys and values of {found} tokens, expected {self.stop - first}")
@@ -396,7 +416,9 @@ class SequenceKV:
         """Give up the rows that were read of a stored sequence; they are read again when they are needed."""
         for block in list(self.blocks):
             block.release()
-        self.layers = [None] * len(self.shapes)
+        for future in self._ahead.values():
+            future.cancel()
+        self.layers, self._ahead = [None] * len(self.shapes), {}
 
     def close(self, layer_idx: int) -> None:
         """Give up the rows of one layer."""
@@ -408,6 +430,7 @@ class SequenceKV:
         """Give up all rows and states. It can be called again."""
         self.unload()
         self.states, self.positions, self.observed, self._parent, self._read = {}, {}, {}, None, None
+        self._reader = None
 
     # Rows
 
@@ -528,6 +551,14 @@ class SequenceKV:
                 f"a prompt of {len(ids)} tokens does not begin with the shared prefix of {self.length} tokens, or "
                 "ends with it"
             )
+
+
+def _read_locked(read: Callable[[int], StoredRows], layer_idx: int) -> StoredRows:
+    """Read a layer into page-locked memory, from which copies to a GPU do not wait for all queued work."""
+    rows = read(layer_idx)
+    if rows is None or isinstance(rows, torch.Tensor):
+        return None if rows is None else rows.pin_memory()
+    return [(keys.pin_memory(), values.pin_memory()) for keys, values in rows]
 
 
 def copy_states(states: Mapping[int, States]) -> dict[int, States]:

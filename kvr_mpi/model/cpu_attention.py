@@ -166,13 +166,13 @@ class KernelLibrary:
 
     def takes_new(self, keys: torch.Tensor, values: torch.Tensor, table: UnitTable) -> bool:
         """Whether the kernel writes these keys and values of new tokens."""
-        return all(
-            type(each) is torch.Tensor
-            and each.dtype == table.dtype
-            and each.shape[-1] == table.dim
-            and each.device.type == "cpu"
-            and each.stride(-1) == 1
-            for each in (keys, values)
+        return (
+            type(keys) is type(values) is torch.Tensor
+            and keys.dtype == values.dtype == table.dtype
+            and keys.shape[-1] == values.shape[-1] == table.dim
+            and keys.stride(-1) == values.stride(-1) == 1
+            and keys.is_cpu
+            and values.is_cpu
         )
 
     def attend(

@@ -2,7 +2,8 @@
 
 On GPUs, torch compiles the models' own functions when a job starts, for the tensors of a trial prompt, and their
 results are compared. Nothing is compiled later, since loading a kernel could wait for a transfer whose peer waits for
-this rank. Other shapes and dtypes, and the few rows of decode steps, use the models' own functions.
+this rank. Other shapes and dtypes use the models' own functions, and so do decode steps, whose few rows do not repay
+the launch, unless they are recorded.
 
 On CPUs, our functions (`row_functions`) replace those that give the same bits.
 """
@@ -13,7 +14,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvr_mpi.model.kernels import (
     forget_kernels,
     give_kernel,
     is_plain_linear,
+    kernels_of,
     use_kernels,
     way_for,
 )
@@ -47,16 +49,18 @@ class FusedFunction:
     """A function of tensors (..., tokens, features), compiled for any number of tokens.
 
     why_not : why not to use it; empty if its results agree.
+    is_recorded : whether a graph records the calls, so that few tokens also repay the launch.
     """
 
     def __init__(self, name: str, own: Callable[..., Any], backend: Any) -> None:
-        self.name, self.why_not, self.is_trial = name, UNTRIED, True
+        self.name, self.why_not, self.is_trial, self.is_recorded = name, UNTRIED, True, False
         self._own, self._compiled = own, torch.compile(own, fullgraph=True, backend=backend)
         self._run: Any = torch._dynamo.run(own)  # what is compiled, or else `own`
 
     def __call__(self, *tensors: torch.Tensor, **options: Any) -> Any:
         """Return the function's result."""
-        if options or way_for(FusedForward.ways, tensors[0].shape[-2]) == PLAIN:
+        is_short = way_for(FusedForward.ways, tensors[0].shape[-2]) == PLAIN
+        if options or (is_short and not self.is_recorded):
             return self._own(*tensors, **options)
         tensors = tuple(map(_alone, tensors))
         return self._try(tensors) if self.is_trial else self._run(*tensors)
@@ -86,6 +90,19 @@ class FusedForward(ExactForward):
     def __init__(self, function: FusedFunction, forward: Callable[..., Any]) -> None:
         super().__init__(forward)
         self.function = function
+
+
+@contextmanager
+def fused_in_graph(model: torch.nn.Module) -> Iterator[None]:
+    """Use a model's fused functions for any number of tokens in the block, which records a graph."""
+    functions = [one.function for one in kernels_of(model).values() if isinstance(one, FusedForward)]
+    for function in functions:
+        function.is_recorded = True
+    try:
+        yield
+    finally:
+        for function in functions:
+            function.is_recorded = False
 
 
 @torch.inference_mode()

@@ -26,7 +26,6 @@ from kvr_mpi.errors import NOT_NOW, AgreementError, DataError, UnavailableError,
 from kvr_mpi.kv.chain import SliceRow
 from kvr_mpi.kv.relay import LayerTransfers, PromptTransfers
 from kvr_mpi.model.tp_group import TensorParallelGroup, guarded
-from kvr_mpi.topology import Rotation
 from kvr_mpi.transport.forwarder import Transfer
 
 # Status of a rank that has failed; the status of other ranks is a digest.
@@ -98,31 +97,28 @@ def attempt(
 
 def complete_transfers(cache: SliceRow) -> None:
     """Take part in the remaining transfers of a prompt that failed on this rank, with little memory."""
-    slots: list[torch.Tensor] = []
+    slot: torch.Tensor | None = None
     for layer in cache.layers:
         if layer.segments is None:  # released, after everything was sent
             continue
         if layer.shape.elements:
             if layer.slab is None:
-                if not slots:  # layers with buffers come first, and have given them back
-                    longest = max(hop.bounds[1] - hop.bounds[0] for hop in cache.route.hops)
-                    slots = cache.buffers.scratch(longest, cache.route.slots)
-                layer.segments.rows = partial(_scratch_rows, layer.segments, slots, layer.shape.elements)
+                if slot is None:  # layers with buffers come first, and have given them back
+                    longest = max(last - first for each in cache.relay.segments for _, (first, last) in each)
+                    slot = cache.buffers.scratch(longest)
+                layer.segments.rows = partial(_scratch_rows, layer.segments, slot, layer.shape.elements)
                 layer.segments.free = None
-            layer.segments.post(cache.route, is_filled=True)
+            layer.segments.post(is_filled=True)
         if layer.shape.states:
             layer.complete()
         layer.release(wait=True)
 
 
-def _scratch_rows(
-    segments: LayerTransfers, slots: Sequence[torch.Tensor], elements: int, first: int, last: int
-) -> torch.Tensor:
-    """Return memory for a message (tokens, elements): the next of the flat slots, after its last message is through."""
-    posted = list(segments.posted.values())
-    if len(posted) >= len(slots):
-        segments.prompt.forwarder.wait(posted[-len(slots)], through=True)
-    return slots[len(posted) % len(slots)][: (last - first) * elements].view(-1, elements)
+def _scratch_rows(segments: LayerTransfers, slot: torch.Tensor, elements: int, first: int, last: int) -> torch.Tensor:
+    """Return memory for a message (tokens, elements), a view of the flat slot, after the message before is through."""
+    if segments.posted:
+        segments.prompt.forwarder.wait(segments.posted[-1], through=True)
+    return slot[: (last - first) * elements].view(-1, elements)
 
 
 def digest_of(ids: Sequence[int], bounds: Sequence[int]) -> int:
@@ -134,8 +130,6 @@ def digest_of(ids: Sequence[int], bounds: Sequence[int]) -> int:
 
 def agree(
     transfers: PromptTransfers | None,
-    place: int,
-    decode_place: int,
     device: torch.device,
     digest: int | None,
     read: torch.Tensor | None = None,
@@ -143,9 +137,9 @@ def agree(
 ) -> tuple[list[int], list[torch.Tensor]]:
     """Send this rank's status, and what it has read of the prompt, to the decode rank; all ranks call it after a slice.
 
-    These messages are forwarded like segments, from the place of each slice to the next, up to the decode rank.
+    These messages are forwarded like segments, from each place to the next, up to the last, the decode rank.
 
-    place, decode_place : places of this rank's slice and of the decode rank's slice.
+    transfers : None: no other rank takes part.
     digest : result of `digest_of`; None if this rank has failed.
     read : values (values,), float64; None: none, or this rank has failed.
     size_of : number of values from a place.
@@ -154,23 +148,20 @@ def agree(
     own; and on the decode rank the values from each place, in order. Raises `AgreementError` on the decode rank, if
     another rank has computed another prompt or plan.
     """
+    place = 0 if transfers is None else transfers.relay.position
     failed = [place] if digest is None else []
     values = torch.zeros(size_of(place), dtype=torch.float64, device=device) if read is None else read
     if transfers is None:
         return failed, [values]
     forwarder, rank_of = transfers.forwarder, transfers.rotation.rank_of
-    # Steps along the chain: the decode rank has the last one, and the rank after it the first.
-    size = forwarder.transport.size
-    steps = Rotation.bringing(size, size - 1, decode_place)
-    own_step, after = steps.place_of(place), None if place == decode_place else rank_of(place + 1)
+    after = None if transfers.relay.is_last else rank_of(place + 1)
     status = torch.full((1,), FAILED if digest is None else digest, dtype=torch.int64, device=device)
     if after is not None:
         message = torch.cat([status, values.view(torch.int64)])
-        sent = forwarder.announce(message, after, transfers.tag(transfers.layers, own_step))
+        sent = forwarder.announce(message, after, transfers.tag(transfers.layers, place))
     received: dict[int, Transfer] = {}
-    for step in reversed(range(own_step)):
-        source = steps.rank_of(step)
-        word, tag = status.new_zeros(1 + size_of(source)), transfers.tag(transfers.layers, step)
+    for source in reversed(range(place)):
+        word, tag = status.new_zeros(1 + size_of(source)), transfers.tag(transfers.layers, source)
         received[source] = forwarder.receive(word, rank_of(place - 1), tag, after)
     if after is not None:
         forwarder.send(sent)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from kvr_mpi.compress.planned_drop import PlannedDrop
 from kvr_mpi.errors import DocumentError, ModelError
 from kvr_mpi.kv.chain import FEW_AHEAD, LAYERS_AHEAD, LAYERS_HELD
-from kvr_mpi.kv.relay import Route, relay, total_tokens
+from kvr_mpi.kv.relay import Relay
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.model import LoadedModel, ModelShape, meta_model, on_meta, probe_shape
 from kvr_mpi.model.attention_hook import prepare_model
@@ -92,36 +92,36 @@ class Footprint:
         """Memory allocated for activations, relative to their bytes."""
         return 1.0 if self.on_gpu else HEAP_SHARE
 
-    def route_bytes(
-        self, route: Route, *, reserve_tokens: int = 0, is_sharded: bool = False, drop: PlannedDrop | None = None
+    def slice_bytes(
+        self, relay: Relay, *, reserve_tokens: int = 0, is_sharded: bool = False, drop: PlannedDrop | None = None
     ) -> int:
-        """Peak bytes of a rank for a prompt on any route, in addition to what it held before.
+        """Peak bytes of a rank for a prompt of a chain, in addition to what it held before.
 
         An upper bound: a rank that does not keep all layers is assumed to hold the maximum number at a time. With
         `is_sharded` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
         a few whole layers.
         """
-        is_decode_rank = route.position == route.decode_position
+        is_decode_rank, (start, stop) = relay.is_last, relay.own
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
-        computed = total_tokens(route.owned)
+        computed = stop - start
         kept = (computed + reserved) * sum(layers) if is_sharded else 0
         if is_sharded or not is_decode_rank:
             layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
-        tokens = route.capacity + (0 if is_sharded else reserved)
-        activation_bytes = self.activation_bytes(computed, max(map(total_tokens, route.chunks)))
+        tokens = stop + (0 if is_sharded else reserved)
+        activation_bytes = self.activation_bytes(computed, max(end - first for first, end in relay.chunks))
         if drop is not None and is_decode_rank and drop.repeated_tokens:
             activation_bytes = max(activation_bytes, self.activation_bytes(drop.repeated_tokens))
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_sharded or not is_decode_rank:
             return needs
-        is_alone = route.partition.size == 1 and not self.shape.has_states
+        is_alone = relay.partition.size == 1 and not self.shape.has_states
         ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else FEW_AHEAD
         late = drop.late_layers if drop is not None and self.on_gpu else 0
         in_flight = min(len(layers), 1 + ahead + late) * layers[0]
         if drop is None and not self.on_gpu:  # the last layers' stores replace buffers, which no layer needs any more
             in_flight = layers[0] + ahead * (layers[0] - layers[-1])
-        needs += in_flight * route.capacity * self.shape.dtype_bytes
+        needs += in_flight * stop * self.shape.dtype_bytes
         if drop is None:
             return needs
         return needs - (0 if drop.is_late else drop.kv_bytes) + int(self.heap_share * drop.choosing_bytes)
@@ -245,8 +245,8 @@ def check_fits(
     size, tokens = len(free_bytes), partition.tokens
 
     def needed(cut: Partition, rank: int) -> int:
-        route = relay(cut, rank, chunk_tokens=chunk_tokens)
-        return footprint.route_bytes(route, reserve_tokens=reserve_tokens, is_sharded=is_sharded, drop=drop)
+        relay = Relay(cut, rank, chunk_tokens=chunk_tokens)
+        return footprint.slice_bytes(relay, reserve_tokens=reserve_tokens, is_sharded=is_sharded, drop=drop)
 
     needs = [needed(partition, rank) for rank in range(size)]
     short = [rank for rank, (need, free) in enumerate(zip(needs, free_bytes, strict=True)) if need > free]

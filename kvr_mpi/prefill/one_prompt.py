@@ -1,4 +1,4 @@
-"""The ways to prefill one prompt: plain transformers, KV-Runahead and its alternatives, all exact.
+"""The ways to prefill one prompt: plain transformers and KV-Runahead, both exact.
 
 Each takes a plan (a `Partition`), and returns a `Prefill`, which decoding reads.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -20,7 +20,7 @@ from kvr_mpi.errors import ModelError, PartitionError
 from kvr_mpi.events import Span
 from kvr_mpi.kv.chain import Retain, SliceRow, WriteLayer
 from kvr_mpi.kv.pool import Pool
-from kvr_mpi.kv.relay import MakeRoute, PromptTransfers, relay, total_tokens
+from kvr_mpi.kv.relay import PromptTransfers, Relay
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
@@ -193,7 +193,6 @@ def prefill_kvr(
     ids: Sequence[int],
     partition: Partition,
     chain: Transport,
-    make: MakeRoute = relay,
     *,
     last: int | None = None,
     forwarder: Forwarder | None = None,
@@ -204,12 +203,10 @@ def prefill_kvr(
     reading: Reading | None = None,
     **of_cache: Unpack[CacheOptions],
 ) -> Prefill:
-    """Prefill on a chain, each rank computing its slice: with KV-Runahead (section 4), or on other routes.
+    """Prefill on a chain, each rank computing its slice (KV-Runahead, section 4).
 
     ids : the whole prompt, the same on every rank.
-    partition : the prompt's slices, in a relay one for each rank. The first slice includes the prefix.
-    make : makes the routes. On a transport with `in_streams`, they may only lead from each position to the next:
-        sends and receives at the same time can deadlock there.
+    partition : the prompt's slices, one for each rank. The first slice includes the prefix.
     last : the rank that ends with the cache; the slices are rotated around the ranks accordingly. None: rank i has
         slice i.
     forwarder : a forwarder that is reused from prompt to prompt: sends that are unfinished after the prefill overlap
@@ -221,7 +218,7 @@ def prefill_kvr(
         chunks.
     chunk_tokens : every rank computes its slice in chunks that end at multiples of this in the prompt. None: at once.
     pool : for the keys and values that this rank keeps; None: `pool_for`.
-    reading : what is read of the prompt instead of its logits; on routes on which each rank computes one slice.
+    reading : what is read of the prompt instead of its logits.
     **of_cache : options of `SliceRow`, on each rank.
     """
     if partition.tokens != len(ids):
@@ -230,19 +227,19 @@ def prefill_kvr(
         )
     if chunk_tokens is not None and (why := why_no_chunks(loaded)):
         raise ModelError(why)
-    make = partial(make, chunk_tokens=chunk_tokens)
     known, prefix = 0, of_cache.get("prefix")
     if prefix is not None:
         prefix.check(ids)
         partition.check_prefix(known := prefix.length)
-    rotation = Rotation(chain.size)
-    if last is not None:
-        rotation = Rotation.bringing(chain.size, make(partition, 0, known).decode_position, last)
-    route = make(partition, rotation.place_of(chain.rank), known)
-    if keeps_all or not loaded.attends_in_parts:
-        route = replace(route, reads_from=None, next_reads_from=None)
-    if reading is not None and reading.reads_all:
-        route = replace(route, saves_last_layer=False)
+    rotation = Rotation.ending_at(chain.size, chain.size - 1 if last is None else last)
+    relay = Relay(
+        partition,
+        rotation.place_of(chain.rank),
+        known,
+        chunk_tokens,
+        receives_all=keeps_all or not loaded.attends_in_parts,
+        saves_last_layer=reading is None or not reading.reads_all,
+    )
     began = time.perf_counter()
     own = transfers = None
     if forwarder is None and chain.size > 1:
@@ -250,22 +247,17 @@ def prefill_kvr(
 
     def run_slice() -> torch.Tensor | None:
         """Run this rank's tokens; return logits (vocab_size,), or the values that are read, if there are any."""
-        row = torch.tensor([[token for start, stop in route.owned for token in ids[start:stop]]], device=loaded.device)
-        positions = None  # contiguous ones are counted by the model
-        if len(route.owned) > 1:
-            positions = torch.cat([torch.arange(*bounds, device=loaded.device) for bounds in route.owned]).unsqueeze(0)
-            positions += loaded.shape.first_position
-        found = None
+        row, found = torch.tensor([ids[slice(*relay.own)]], device=loaded.device), None
         assert cache is not None
         cache.begin()
         with contextlib.suppress(UnreadError):
-            run = partial(run_model, loaded.model, row, cache, positions=positions)
-            lengths = [[total_tokens(chunk) for chunk in layer.chunks] for layer in cache.layers]
+            run = partial(run_model, loaded.model, row, cache)
+            lengths = [[stop - first for first, stop in layer.chunks] for layer in cache.layers]
             if reading is None:
                 found = run(chunk_lengths=lengths)[0]
             else:
                 states = run(chunk_lengths=lengths, reads="states")
-                found = reading.read(loaded, ids, route.owned[0][0], states)
+                found = reading.read(loaded, ids, relay.own[0], states)
         cache.finish()
         return found
 
@@ -273,15 +265,14 @@ def prefill_kvr(
         """Count the values that are read at a place of the chain."""
         if reading is None:
             return 0
-        (bounds,) = make(partition, place, known).owned
-        return reading.size(loaded.shape.hidden_size, *bounds, partition.tokens)
+        return reading.size(loaded.shape.hidden_size, *relay.slices[place], partition.tokens)
 
     found: torch.Tensor | Failure | None
     cache: SliceRow | None = None
     try:
         if forwarder is not None and chain.size > 1:
-            transfers = PromptTransfers(forwarder, route.segments, len(loaded.shape.layers), rotation)
-        cache = SliceRow(loaded, route, transfers, pool or pool_for(loaded, prefix), **of_cache)
+            transfers = PromptTransfers(forwarder, relay, len(loaded.shape.layers), rotation)
+        cache = SliceRow(loaded, relay, transfers, pool or pool_for(loaded, prefix), **of_cache)
         if spares_chain:
             found = attempt(run_slice, loaded.tp_group, reads_stored=True)
         else:
@@ -300,7 +291,7 @@ def prefill_kvr(
     if spares_chain or reading is not None:
         digest = None if failure is not None else digest_of(ids, partition.bounds)
         values = None if reading is None or isinstance(found, Failure) else found
-        failed, parts = agree(transfers, route.position, route.decode_position, cache.device, digest, values, size_of)
+        failed, parts = agree(transfers, cache.device, digest, values, size_of)
     if transfers is None:
         wait_for_compute(loaded.device)
     else:
@@ -311,7 +302,7 @@ def prefill_kvr(
         own.close()
     error = None
     if failed:
-        computed = [total_tokens(make(partition, place, known).owned) for place in failed]
+        computed = [relay.slices[place][1] - relay.slices[place][0] for place in failed]
         if cache.sequence is not None:
             cache.sequence.release()
         error = describe_failure(list(map(rotation.rank_of, failed)), computed, failure, partition.tokens, chain.size)
@@ -324,7 +315,7 @@ def prefill_kvr(
         read=None if reading is None or failed or not parts else reading.join(parts, partition.tokens),
         wait_s=times.wait_s,
         sent_bytes=transfers.sent_bytes if transfers else 0,
-        last=rotation.rank_of(route.decode_position),
+        last=rotation.rank_of(partition.size - 1),
         error=error,
         layer_times_s=times.layers_s,
         send_wait_s=times.send_wait_s,

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvr_mpi.errors import counted, printable
+from kvr_mpi.store.places import sorted_ids
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import Results
 from kvr_mpi.store.summary import Summary
@@ -26,7 +27,8 @@ WORDS_CHARS = 200
 
 def rows_of(results: Results) -> Iterator[Record]:
     """Read the records that fit into the table, failed ones first."""
-    return results.read(islice(chain(results.sorted_ids("error"), results.sorted_ids("done")), MAX_ROWS))
+    names = chain(sorted_ids(results.places, "error"), sorted_ids(results.places, "done"))
+    return results.read(islice(names, MAX_ROWS))
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -41,10 +42,10 @@ from kvr_mpi.report.table import print_summary, rows_of
 from kvr_mpi.runtime.chain_runner import ChainRunner
 from kvr_mpi.runtime.checks import lay_out
 from kvr_mpi.runtime.decoder import Decoder
-from kvr_mpi.runtime.decoding import choose_modes, with_decoder
+from kvr_mpi.runtime.decoding import choose_modes, decoder_of
 from kvr_mpi.runtime.indexing import index_job, open_documents
-from kvr_mpi.runtime.job_ranks import JobRanks, join_groups
-from kvr_mpi.runtime.leader import Leader, WorkerContext
+from kvr_mpi.runtime.job_ranks import join_groups
+from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.loading import own_device
 from kvr_mpi.runtime.meters import Meters
 from kvr_mpi.runtime.options import RunOptions
@@ -52,10 +53,10 @@ from kvr_mpi.runtime.outcome import keep_outcome
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.prediction import identity_of_job
 from kvr_mpi.runtime.prepare import prepare
-from kvr_mpi.runtime.requests import error_record
+from kvr_mpi.runtime.requests import DocumentSource, error_record
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.rounds import Shares, share_out
-from kvr_mpi.runtime.session import JobSetup, Machine
+from kvr_mpi.runtime.rounds import Round, make_rounds
+from kvr_mpi.runtime.session import Machine
 from kvr_mpi.runtime.stopping import Stop, stopped_by_signals
 from kvr_mpi.runtime.stored_size import check_stored_size
 from kvr_mpi.runtime.tracing import write_trace
@@ -66,6 +67,7 @@ from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.folder import make_writable, survey, writing
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
+from kvr_mpi.store.places import sorted_ids
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Opened, check_identity, last_header, open_run
@@ -157,18 +159,19 @@ def _run(
     ranks = join_groups(links, world, topology, device)
     chain = ranks.lane.split(topology.by_group.chain_color(ranks.lane.rank))
     warm_up(chain, device)  # before free memory is measured, of which NCCL's connections take some
-    prepared = prepare(spec, machine, ranks, chain, logger)
-    if spec.questions is not None and (kinds := depends_on_length(prepared.loaded.model)):
+    session = prepare(spec, machine, ranks, chain, logger)
+    source = open_documents(session, corpus)
+    if spec.questions is not None and (kinds := depends_on_length(session.loaded.model)):
         logger.root.info(
             f"all documents are prefilled again, since the rotary embedding ({kinds}) depends on the prompt's length"
         )
     if left is not None:
         # The model's files may have been replaced since.
-        on_root(world, lambda: check_identity(folder, opened[1] if opened else {}, prepared.header().identity))
+        on_root(world, lambda: check_identity(folder, opened[1] if opened else {}, session.header.identity))
         found = None if opened is None else opened[0]
     else:
-        found = on_root(world, lambda: open_folder(prepared.header()))
-    session = share_json(world, None if lock is None else lock.number)
+        found = on_root(world, lambda: open_folder(session.header))
+    number = share_json(world, None if lock is None else lock.number)
     todo = np.frombuffer(world.broadcast(b"" if found is None else found.todo.tobytes()), np.int64)
     done = len(corpus) - len(todo)
     what = "questions about documents" if spec.questions else "documents"
@@ -176,15 +179,15 @@ def _run(
         what = f"documents: {len(corpus) // len(spec.prompts)}, prompts about them"
     logger.root.info(f"{what}: {len(corpus)}" + (f", {done} of them already done" if done else ""))
     if spec.output.kv and spec.questions is None:
-        about = share_json(world, on_root(world, lambda: check_stored_size(prepared, corpus, todo, folder)))
+        about = share_json(world, on_root(world, lambda: check_stored_size(session, corpus, todo, folder)))
         logger.root.info(about)
-    shares = share_out(prepared, corpus, todo, ranks, logger)
-    counters = open_counters(world, FIRST_LIST + shares.slots)
+    rounds, refused, predicted_s = make_rounds(session, corpus, todo)
+    counters = open_counters(world, FIRST_LIST + sum(len(part.lists) for part in rounds))
     threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
     has_bar = options.bar and world.rank == 0
     if world.rank == 0:
         with suppress(OSError):  # files that stay are known by their session
-            remove_rank_files(folder / STATES, but_of=session)
+            remove_rank_files(folder / STATES, but_of=number)
     group_size, events = spec.parallel.tensor_parallel, Events()
 
     def cost_so_far() -> Cost:
@@ -192,14 +195,12 @@ def _run(
 
     with (
         closing(
-            StateWriter(folder, world.rank, world.size, session, stop.deadline_s, logger, group_size, events)
+            StateWriter(folder, world.rank, world.size, number, stop.deadline_s, logger, group_size, events)
         ) as states,
-        write_trace(prepared, folder, session, ranks, logger, events),
-        closing(
-            ResultWriter(folder, world.rank, prepared.header(), session, events=events, cost=cost_so_far)
-        ) as writer,
+        write_trace(session, folder, number, events),
+        closing(ResultWriter(folder, world.rank, session.header, number, events=events, cost=cost_so_far)) as writer,
         Progress(
-            *(logger, len(todo), shares.work, events),
+            *(logger, len(todo), sum(part.work for part in rounds), events),
             deadline_s=stop.deadline_s,
             bar=has_bar,
             on_estimate=states.estimate,
@@ -207,11 +208,9 @@ def _run(
     ):
         if world.rank == 0:
             meters.begin_answering()
-        source = open_documents(prepared, corpus)
         stop.join(counters, None if lock is None else lock.check, ranks.peers)
-        sink = ResultSink(prepared, writer, counters, progress, tells=ranks.tells)
-        context = WorkerContext(source, sink, Decoder(prepared, sink, stop, events), stop, events)
-        work_through(prepared, ranks, shares, context, counters, logger)
+        decoder = Decoder(session, ResultSink(session, writer, counters, progress), stop, events)
+        work_through(rounds, refused, source, decoder, counters)
         world.barrier()
         seconds, left = progress.elapsed_s, len(todo) - counters.read()[Slot.DONE]
         ended_s = time.monotonic() - options.began_s
@@ -220,7 +219,7 @@ def _run(
         expected = None
         if share_json(world, not done and total.answers == len(todo)):
             started_s = ended_s - seconds
-            expected = keep_outcome(prepared, links, total, seconds, started_s, machine.cache_dir, logger)
+            expected = keep_outcome(session, total, seconds, started_s)
         if left < len(todo):  # otherwise nothing was written
             cost = cost_so_far()
             if world.rank == 0:  # the report divides by the same time as the log
@@ -231,43 +230,48 @@ def _run(
             writer.end_with(cost)
     world.barrier()
     counters.close()
-    for line in describe_throughput(total, len(todo) - left, seconds, shares.predicted_s, _noun(spec)):
+    for line in describe_throughput(total, len(todo) - left, seconds, predicted_s, _noun(spec)):
         logger.root.info(line)
     return int(share_json(world, on_root(world, lambda: conclude(corpus, left))))
 
 
 def work_through(
-    setup: JobSetup, ranks: JobRanks, shares: Shares, context: WorkerContext, counters: Counters, logger: RankLogger
+    rounds: Sequence[Round], refused: Mapping[int, str], source: DocumentSource, decoder: Decoder, counters: Counters
 ) -> None:
-    """Process this rank's part of all rounds; every rank calls this."""
-    lane = ranks.lane
-    for number in [*shares.unreadable, *shares.refused][lane.rank :: lane.size]:
-        document = context.source.read(number)
+    """Process this rank's part of all rounds; every rank calls this.
+
+    refused : documents that no chain takes, with the reason, or "" if they cannot be read.
+    """
+    session, sink, stop, events = decoder.session, decoder.sink, decoder.stop, decoder.events
+    ranks, lane = session.ranks, session.ranks.lane
+    for number in [*refused][lane.rank :: lane.size]:
+        document = source.read(number)
         changed = f"{NOT_NOW}it has changed since the job began; the next start of the job answers it"
-        context.sink.write_record(error_record(document, shares.refused.get(number, document.error or changed)), 0)
+        sink.write_record(error_record(document, refused[number] or document.error or changed), 0)
     # Split off the chains of all rounds before any work: each split waits for all ranks.
-    colors = [part.topology.chain_color(lane.rank) for part in shares.rounds]
+    colors = [part.topology.chain_color(lane.rank) for part in rounds]
     chains = [lane.split(color) for color in colors]
     members = chains if ranks.tp_group is None else [ranks.world.split(color) for color in colors]  # all of its ranks
     for chain in chains:  # the link that closes a chain's ring is not part of any longer chain
-        warm_up(chain, setup.loaded.device)
-    choices = choose_modes(setup, lane, shares.rounds, chains, logger)
+        warm_up(chain, session.loaded.device)
+    choices = choose_modes(session, rounds, chains)
     first_slot = FIRST_LIST
-    for part, chain, everyone, choice in zip(shares.rounds, chains, members, choices, strict=True):
+    for part, chain, everyone, choice in zip(rounds, chains, members, choices, strict=True):
         own = part.topology.chain_of(lane.rank)
         if own is not None:
             queue = WorkQueue(part.lists, part.works, own, counters, first_slot)
-            runner = ChainRunner(setup, chain, part.topology.ranks_of(own).start, context.events)
+            runner = ChainRunner(session, chain, part.topology.ranks_of(own).start, events)
             leader = None
             if everyone.rank == 0:
-                leader = Leader(Planner(runner, logger, shares_heads=choice.mode == "head-parallel"), queue, context)
-            ChainWorker(runner, leader, with_decoder(context, setup, chain, choice), everyone).run()
+                planner = Planner(runner, shares_heads=choice.mode == "head-parallel")
+                leader = Leader(planner, queue, source, sink, stop, events)
+            ChainWorker(runner, leader, decoder_of(decoder, chain, choice), everyone).run()
         first_slot += len(part.lists)
-    context.events.begin("decoding", counted(context.decoder.running, "answer"))
-    context.decoder.decode()
-    if not context.stop.reason:  # otherwise answers in progress are lost
-        setup.check_memory()
-    context.events.begin("waiting", "for the other ranks to end")
+    events.begin("decoding", counted(decoder.running, "answer"))
+    decoder.decode()
+    if not stop.reason:  # otherwise answers in progress are lost
+        session.check_memory()
+    events.begin("waiting", "for the other ranks to end")
 
 
 def _conclude(
@@ -308,7 +312,7 @@ def _conclude(
     if options.table:
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
-    unread = sum(results.places[name].is_transient for name in results.sorted_ids("error"))
+    unread = sum(results.places[name].is_transient for name in sorted_ids(results.places, "error"))
     code = EXIT_BAD_DATA if summary.failed > allowed or unread else EXIT_OK
     meaning = f"done; {counted(documents, _noun(spec))} answered"
     if summary.failed:

@@ -31,7 +31,7 @@ from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.forwarder import Forwarder
@@ -70,10 +70,10 @@ class ChainRunner:
     beginning : the prefix that the current prompts continue.
     """
 
-    def __init__(self, setup: JobSetup, chain: Transport, first_rank: int, events: Events | None = None) -> None:
-        self.setup, self.chain, self.first_rank = setup, chain, first_rank
-        self.is_sharded = setup.spec.is_sharded
-        device = setup.loaded.device
+    def __init__(self, session: Session, chain: Transport, first_rank: int, events: Events | None = None) -> None:
+        self.session, self.chain, self.first_rank = session, chain, first_rank
+        self.is_sharded = session.spec.is_sharded
+        device = session.loaded.device
         self.pack_tokens = PACK_TOKENS[device.type]  # of a packed row
         self.forwarder = Forwarder(chain, device=device, events=events) if chain.size > 1 else None
         self.beginning: Beginning | None = None
@@ -106,16 +106,16 @@ class ChainRunner:
         if prompt.stored is None:
             return None
         if self._opened is None or self._opened.source != prompt.stored:
-            self._opened = prompt.stored.open(prompt.ids, self.setup.loaded, self.setup.pool)
+            self._opened = prompt.stored.open(prompt.ids, self.session.loaded, self.session.pool)
         return self._opened
 
     def expect(self, plan: Plan) -> None:
         """Extend the deadline for other ranks by a prompt that they run."""
         if self.forwarder is None:
             return
-        loaded, tokens, is_gpu = self.setup.loaded, plan.prompt.tokens, self.setup.loaded.device.type == "cuda"
-        if self.setup.rates:
-            layer_s = max(rate.seconds(tokens, 0) for rate in self.setup.rates)
+        loaded, tokens, is_gpu = self.session.loaded, plan.prompt.tokens, self.session.loaded.device.type == "cuda"
+        if self.session.rates:
+            layer_s = max(rate.seconds(tokens, 0) for rate in self.session.rates)
             self._wave_s += len(loaded.shape.layers) * layer_s
         else:
             weights = sum(each.numel() for each in loaded.model.parameters())
@@ -135,7 +135,7 @@ class ChainRunner:
             return None
         self.beginning = beginning = Beginning(plan.beginning, plan.decode_rank)
         if (before := plan.before) is None:  # its first question loads it
-            beginning.sequence = shard_of(self.setup, plan, self.chain.rank, self.chain.size)
+            beginning.sequence = shard_of(self.session, plan, self.chain.rank, self.chain.size)
             return None
         is_home = self.chain.rank == before.decode_rank
         if not is_home and not before.takes_all:
@@ -153,7 +153,7 @@ class ChainRunner:
 
         Not with compression, which selects tokens on the last rank.
         """
-        spec = self.setup.spec
+        spec = self.session.spec
         return spec.output.kv is True and spec.compress is None and self.chain.size > 1
 
     def prefill(self, row: Sequence[Plan], write: WriteLayer | None = None) -> list[Prefill]:
@@ -193,37 +193,37 @@ class ChainRunner:
 
     def _prefill_alone(self, row: Sequence[Plan], prefix: SequenceKV | None) -> list[Prefill]:
         """Prefill a packed row; prompts that are compressed or have a rolling cache run one by one."""
-        setup = self.setup
-        if setup.rolling is not None:
-            return [prefill_rolling(setup.loaded, plan.prompt.ids, setup.rolling, setup.pool) for plan in row]
-        retains = [setup.retain_of(plan.prompt) for plan in row]
-        rows = [row] if setup.why_alone is None and not any(retains) else [[plan] for plan in row]
+        session = self.session
+        if session.rolling is not None:
+            return [prefill_rolling(session.loaded, plan.prompt.ids, session.rolling, session.pool) for plan in row]
+        retains = [session.retain_of(plan.prompt) for plan in row]
+        rows = [row] if session.why_alone is None and not any(retains) else [[plan] for plan in row]
         prefills = [
             prefill
             for some, retain in zip(rows, retains, strict=False)
             for prefill in prefill_packed(
-                setup.loaded,
+                session.loaded,
                 [plan.prompt.ids for plan in some],
                 reserve_tokens=[plan.prompt.new_tokens for plan in some],
                 prefix=prefix,
                 retain=retain,
-                pool=setup.pool,
-                readings=setup.readings_of([plan.prompt for plan in some]),
+                pool=session.pool,
+                readings=session.readings_of([plan.prompt for plan in some]),
             )
         ]
         return [self._repeat(plan.prompt, prefill) for plan, prefill in zip(row, prefills, strict=True)]
 
     def _prefill_slice(self, plan: Plan, write: WriteLayer | None) -> Prefill:
         """Prefill this rank's slice; the last rank gets all keys and values, unless they are sharded."""
-        setup, reading = self.setup, next(iter(self.setup.readings_of([plan.prompt])), None)
+        session, reading = self.session, next(iter(self.session.readings_of([plan.prompt])), None)
         assert plan.partition is not None
-        if setup.spec.is_plain:
-            run = partial(run_plain, setup.loaded.model, plan.prompt.ids, setup.loaded.device)
+        if session.spec.is_plain:
+            run = partial(run_plain, session.loaded.model, plan.prompt.ids, session.loaded.device)
             if reading is not None:
-                run = partial(read_single, setup.loaded, plan.prompt.ids, reading)
-            return prefill_alone(setup.loaded, plan.prompt.tokens, run, strategy=PLAIN, is_read=reading is not None)
+                run = partial(read_single, session.loaded, plan.prompt.ids, reading)
+            return prefill_alone(session.loaded, plan.prompt.tokens, run, strategy=PLAIN, is_read=reading is not None)
         prefill = prefill_kvr(
-            setup.loaded,
+            session.loaded,
             plan.prompt.ids,
             plan.partition,
             self.chain,
@@ -232,20 +232,20 @@ class ChainRunner:
             last=plan.decode_rank,
             forwarder=self.forwarder,
             spares_chain=True,
-            keeps_all=plan.is_beginning or (setup.spec.output.kv is True and not self.writes_own) or setup.repeats,
+            keeps_all=plan.is_beginning or (session.spec.output.kv is True and not self.writes_own) or session.repeats,
             write_layer=write,
             is_sharded=self.is_sharded,
-            retain=setup.retain_of(plan.prompt),
+            retain=session.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
-            pool=setup.pool,
+            pool=session.pool,
             reading=reading,
         )
         return self._repeat(plan.prompt, prefill)
 
     def _repeat(self, prompt: Prompt, prefill: Prefill) -> Prefill:
         """On the rank that decodes, drop what compression can only choose after the prefill."""
-        compression, loaded = self.setup.compression, self.setup.loaded
-        if not self.setup.repeats or compression is None or not isinstance(prefill.cache, SequenceKV):
+        compression, loaded = self.session.compression, self.session.loaded
+        if not self.session.repeats or compression is None or not isinstance(prefill.cache, SequenceKV):
             return prefill
         began = time.perf_counter()
         found = attempt(partial(compression.repeat, prefill.cache, prompt.ids, prompt.text), loaded.tp_group)
@@ -283,7 +283,7 @@ class ChainRunner:
         document = None if self.beginning is None else self.beginning.sequence
         assert document is not None, "they are run before another document comes"
         return prefill_stored(
-            self.setup.loaded,
+            self.session.loaded,
             [plan.prompt.ids for plan in row],
             document,
             self.chain,
@@ -296,7 +296,7 @@ class ChainRunner:
         if not tokens:
             return None
         ids, stored = prompt.ids[:tokens], self.open_stored(prompt)
-        found = next((one for one in (stored, *self.setup.prefixes) if one is not None and one.ids == ids), None)
+        found = next((one for one in (stored, *self.session.prefixes) if one is not None and one.ids == ids), None)
         if found is None:
             raise AgreementError(
                 f"rank {self.first_rank + self.chain.rank} has not computed the first {tokens} tokens of prompt "
@@ -305,12 +305,12 @@ class ChainRunner:
         return found
 
 
-def shard_of(setup: JobSetup, plan: Plan, rank: int, size: int) -> SequenceKV:
+def shard_of(session: Session, plan: Plan, rank: int, size: int) -> SequenceKV:
     """Open a rank's shard of a stored document, over a chain of `size` ranks, without reading it."""
     known, stored = plan.known_tokens, plan.prompt.stored
     assert stored is not None, "it is stored"
     place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
-    longest_question = max(len(frame.tail) for frame in setup.prompt_config.questions.values())
-    longest = known + longest_question + setup.longest_answer
+    longest_question = max(len(frame.tail) for frame in session.prompt_config.questions.values())
+    longest = known + longest_question + session.longest_answer
     bounds = share_out_stored(known, known, size).slices()[place]
-    return stored.open(plan.prompt.ids, setup.loaded, setup.pool, bounds=bounds, longest=longest)
+    return stored.open(plan.prompt.ids, session.loaded, session.pool, bounds=bounds, longest=longest)

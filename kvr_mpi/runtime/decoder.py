@@ -21,7 +21,7 @@ from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.result_sink import ResultSink
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.waves import Held
 from kvr_mpi.store.record import Record
@@ -32,14 +32,17 @@ QUIET_S = 10.0
 
 
 class Decoder:
-    """One rank's answers in progress; `group` are the ranks that call `decode` together, None: this rank alone."""
+    """One rank's answers in progress, and where they go.
+
+    group : the ranks that call `decode` together; None: this rank alone.
+    """
 
     def __init__(
-        self, setup: JobSetup, sink: ResultSink, stop: Stop, events: Events, group: Group | None = None
+        self, session: Session, sink: ResultSink, stop: Stop, events: Events, group: Group | None = None
     ) -> None:
-        self._setup, self._sink, self._stop, self._events = setup, sink, stop, events
-        self._batch, self._kernels = setup.open_decode_batch(group, sink.logger), setup.kernels
-        self._group_size = setup.spec.parallel.tensor_parallel
+        self.session, self.sink, self.stop, self.events = session, sink, stop, events
+        self._batch, self._kernels = session.open_decode_batch(group, sink.logger), session.kernels
+        self._group_size = session.spec.parallel.tensor_parallel
         self._parts: list[tuple[str, Record]] = []
 
     @property
@@ -58,38 +61,38 @@ class Decoder:
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Add a prefilled prompt; all ranks that hold a shard of it call this."""
-        self._stop.announce()
-        if self._setup.readout is not None:
+        self.stop.announce()
+        if self.session.readout is not None:
             self._read(prompt, prefill)
             return
         is_home, sequence = self._batch.group.is_home(prefill), prefill.cache
         if prefill.error is None and is_home:
-            loaded, compression = self._setup.loaded, self._setup.compression
+            loaded, compression = self.session.loaded, self.session.compression
             if compression is not None and prefill.retained is None and sequence.ragged:
                 with guarded(loaded.tp_group):
                     prefill.retained = size_of(loaded, sequence, str(compression.settings))
-            self._events.totals.prefilled += 1
-            if self._setup.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
-                self._sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
+            self.events.totals.prefilled += 1
+            if self.session.spec.generation.max_new_tokens:  # otherwise only the prompt's logits are used
+                self.sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
         came_through = self._batch.add(prompt, prefill, prompt.ids, prompt.seed, prompt.generation)
-        if self._setup.spec.is_sharded and sequence is not None and came_through and not is_home and prompt.is_final:
-            self._sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
+        if self.session.spec.is_sharded and sequence is not None and came_through and not is_home and prompt.is_final:
+            self.sink.write_shard(prompt.begun_record(prefill.partition), sequence, prompt)
         self._deliver(self._batch.take_finished())  # do not hold back finished answers
 
     def _read(self, prompt: Prompt, prefill: Prefill) -> None:
         """Store what was read of a prompt, which has no answer."""
-        readout, why, found = self._setup.readout, prefill.error, None
+        readout, why, found = self.session.readout, prefill.error, None
         assert readout is not None
         if prefill.read is not None:
-            self._sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
+            self.sink.report_prefill(prompt.name, prefill, prompt.work, prompt.document_id)
             found = readout.fields(prompt, prefill.read)
-            why = explain_not_finite(self._setup.loaded.dtype) if found is None else None
+            why = explain_not_finite(self.session.loaded.dtype) if found is None else None
         answer = Answer((), "", "", 0.0)
         self._deliver_one(prompt, prefill, None if found is None else answer, why, more=found or {})
 
     def decode(self, leave: int = 0) -> None:
         """Decode until at most `leave` answers are in progress, or until time is up."""
-        began_s, before, totals = time.perf_counter(), replace(self._batch.decoded), self._events.totals
+        began_s, before, totals = time.perf_counter(), replace(self._batch.decoded), self.events.totals
         if self.shares_heads:
             if self._is_over():  # the number of waiting answers differs between ranks
                 return
@@ -97,16 +100,16 @@ class Decoder:
         answers, rounds, reported = self._batch.running, 0, None
         while self._batch.running > leave and not self._is_over():
             self._deliver(self._batch.step())
-            self._stop.announce()
-            rounds, why, seconds = rounds + 1, self._stop.reason, time.perf_counter() - began_s
+            self.stop.announce()
+            rounds, why, seconds = rounds + 1, self.stop.reason, time.perf_counter() - began_s
             if reported != why and (why or seconds > QUIET_S) and (left := self._batch.left):
                 reported, decoded = why, self._batch.decoded
                 steps, tokens = decoded.steps - before.steps, decoded.tokens - before.tokens
-                self._sink.report_decoding(len(left), max(left), seconds / rounds * steps / max(1, tokens), why)
+                self.sink.report_decoding(len(left), max(left), seconds / rounds * steps / max(1, tokens), why)
         totals.steps += self._batch.decoded.steps - before.steps
         totals.step_tokens += self._batch.decoded.tokens - before.tokens
         if answers:
-            self._events.end("decode", began_s, answers)
+            self.events.end("decode", began_s, answers)
 
     def take_parts(self) -> list[tuple[str, Record]]:
         """Return and clear the new records of document parts, each with its prompt's key."""
@@ -115,7 +118,7 @@ class Decoder:
 
     def _is_over(self) -> bool:
         """Whether time is up; ranks that decode together get the same result."""
-        is_over, ranks = self._stop.is_over_for_group, self._batch.group.ranks
+        is_over, ranks = self.stop.is_over_for_group, self._batch.group.ranks
         return is_over if ranks is None else bool(share_json(ranks, is_over))
 
     def _deliver(self, answered: Sequence[BatchEntry]) -> None:
@@ -143,7 +146,7 @@ class Decoder:
         if not prompt.is_final:
             self._parts.append((prompt.key, record))
         elif record.status == "error":
-            self._sink.write_record(record, prompt.document_work)
+            self.sink.write_record(record, prompt.document_work)
         else:
-            self._sink.write_answer(record, prompt.document_work, prefill, prompt)
+            self.sink.write_answer(record, prompt.document_work, prefill, prompt)
         prefill.release()

@@ -43,10 +43,10 @@ def sample_heads(
             f"compress.method=ada-snapkv --set compress.budget=512"
         )
     corpus, alone = scan_documents(spec), LocalTransport()
-    setup = prepare(spec, machine, JobRanks(alone, alone), alone, logger)
-    compression, loaded = setup.compression, setup.loaded
+    session = prepare(spec, machine, JobRanks(alone, alone), alone, logger)
+    compression, loaded = session.compression, session.loaded
     assert compression is not None, "the job has [compress]"
-    source, counts = open_documents(setup, corpus), dict[str, Counts]()
+    source, counts = open_documents(session, corpus), dict[str, Counts]()
     left_out: list[tuple[str, str]] = []
     for number in range(len(corpus))[:: max(1, len(corpus) // documents)][:documents]:
         document = source.read(number)

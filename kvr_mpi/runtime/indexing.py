@@ -26,7 +26,8 @@ from kvr_mpi.job.inputs import row_format
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.checks import find_others, name_files
 from kvr_mpi.runtime.requests import DocumentSource, TextSource
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.reuse import find_beginnings
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.runtime.stored_source import StoredSource, scan_stored
 from kvr_mpi.store.run import hash_recorded
 from kvr_mpi.transport import Transport, on_root, together
@@ -40,31 +41,31 @@ def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path,
     Raises as `scan_corpus` and `scan_stored`, on all ranks.
     """
     if spec.questions is not None:
-        return Corpus.from_bytes(world.broadcast(on_root(world, lambda: _list_questions(spec, logger)) or b""))
+        return _share(world, on_root(world, lambda: _list_questions(spec, logger)))
 
-    def begin() -> bytes:
+    def begin() -> Corpus:
         if others := find_others(spec):
             logger.info(f"skipped {name_files(others)}: {describe_others(others)}")
         files = list_files(spec.documents.path)
         rows = with_model(files, row_format(spec))
         empty = index_spans(files, (), rows)[0]
-        return Corpus(files, empty, rows, tuple(spec.prompts), spec.documents.part).to_bytes()
+        return Corpus(files, empty, rows, tuple(spec.prompts), spec.documents.part)
 
     def list_recorded() -> bytes:
         return b"" if is_new else hash_recorded(folder, has_prompts=bool(spec.prompts)).tobytes()
 
-    empty = Corpus.from_bytes(world.broadcast(on_root(world, begin) or b""))
+    empty = _share(world, on_root(world, begin))
     recorded = np.frombuffer(world.broadcast(on_root(world, list_recorded) or b""), np.uint64)
     files, limit = empty.files, spec.documents.limit
     spans = cut_spans(files, empty.part, world.rank, world.size)
     if limit is not None:  # one rank reads until there are enough
         spans = [] if world.rank else [FileSpan(number) for number in range(len(files))]
-    found = together(world, lambda: index_spans(files, spans, empty.rows, recorded=recorded, limit=limit))
-    parts = world.gather(_to_bytes(*found))
-    del found
+    found = [together(world, lambda: index_spans(files, spans, empty.rows, recorded=recorded, limit=limit))]
+    parts = world.gather(_to_bytes(*found.pop())) if world.size > 1 else []
 
-    def finish() -> bytes:
-        indexes = [_from_bytes(data) for data in parts]
+    def finish() -> Corpus:
+        # Each rank's index is kept no longer than it is needed.
+        indexes = (_from_bytes(parts.pop(0)) if parts else found.pop() for _ in range(world.size))
         corpus = make_corpus(
             files, indexes, empty.rows, prompts=empty.prompts, part=empty.part, has_limit=limit is not None
         )
@@ -72,10 +73,9 @@ def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path,
             check_not_empty(corpus.index, spec.documents.path)
         if limit is not None:
             _check_counted(corpus)
-        return corpus.to_bytes()
+        return corpus
 
-    joined = on_root(world, finish) or b""
-    return Corpus.from_bytes(world.broadcast(joined))
+    return _share(world, on_root(world, finish))
 
 
 def scan_documents(spec: JobSpec) -> Corpus:
@@ -88,19 +88,28 @@ def scan_documents(spec: JobSpec) -> Corpus:
     )
 
 
-def open_documents(setup: JobSetup, corpus: Corpus) -> DocumentSource:
-    """Open the source of documents and their prompts."""
-    if setup.spec.questions is not None:
-        return StoredSource(setup, corpus)
-    find = None if setup.beginnings is None else setup.beginnings.find
-    return TextSource(corpus, setup.prompt_config, find, setup.spec.prompts)
+def open_documents(session: Session, corpus: Corpus) -> DocumentSource:
+    """Open the source of documents and their prompts; every rank calls this."""
+    if session.spec.questions is not None:
+        return StoredSource(session, corpus)
+    reused = None if session.spec.documents.reuse is None else find_beginnings(session)
+    return TextSource(corpus, session.prompt_config, None if reused is None else reused.find, session.spec.prompts)
 
 
-def _list_questions(spec: JobSpec, logger: RankLogger) -> bytes:
+def _share(world: Transport, corpus: Corpus | None) -> Corpus:
+    """Return rank 0's corpus on every rank."""
+    if world.size > 1:
+        data = world.broadcast(b"" if corpus is None else corpus.to_bytes())
+        corpus = Corpus.from_bytes(data) if corpus is None else corpus
+    assert corpus is not None, "on rank 0"
+    return corpus
+
+
+def _list_questions(spec: JobSpec, logger: RankLogger) -> Corpus:
     corpus, lines = scan_stored(spec)
     for line in lines:
         logger.info(line)
-    return corpus.to_bytes()
+    return corpus
 
 
 def _check_counted(corpus: Corpus) -> None:
@@ -116,5 +125,6 @@ def _to_bytes(index: Index, lines: Sequence[Lines]) -> bytes:
 
 
 def _from_bytes(data: bytes) -> tuple[Index, list[Lines]]:
-    head, columns = unpack_columns(bytearray(data))
+    head, columns = unpack_columns(data)
+    columns |= {name: columns[name].copy() for name in ("row", "is_bad")}  # which `join` changes
     return Index.of(columns, dict(head["errors"])), [Lines(*one) for one in head["lines"]]

@@ -9,12 +9,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.errors import DataError, DocumentError, UnavailableError, record_error
 from kvr_mpi.events import Events
-from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.plan import ChainMessage, EndPrefill, Plan
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.prompt import Prompt
@@ -24,17 +22,6 @@ from kvr_mpi.runtime.stopping import Stop
 from kvr_mpi.runtime.waves import Held, Next, WaveScheduler
 from kvr_mpi.runtime.work_queue import WorkQueue
 from kvr_mpi.store.record import Record
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerContext:
-    """Objects that a rank uses on every chain it joins; only leaders read from the source."""
-
-    source: DocumentSource
-    sink: ResultSink
-    decoder: Decoder
-    stop: Stop
-    events: Events
 
 
 class Pace:
@@ -67,9 +54,10 @@ class Pace:
 class Leader:
     """Reads documents for a chain, and decides what it runs."""
 
-    def __init__(self, planner: Planner, queue: WorkQueue, context: WorkerContext) -> None:
-        self._queue, self._source, self._sink = queue, context.source, context.sink
-        self._stop, self._events = context.stop, context.events
+    def __init__(
+        self, planner: Planner, queue: WorkQueue, source: DocumentSource, sink: ResultSink, stop: Stop, events: Events
+    ) -> None:
+        self._queue, self._source, self._sink, self._stop, self._events = queue, source, sink, stop, events
         self._pace = Pace(time.monotonic())
         self._scheduler = WaveScheduler(planner, MAX_SEQUENCES)
         self._has_documents = True

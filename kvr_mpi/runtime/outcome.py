@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvr_mpi.events import Totals
-from kvr_mpi.logs import RankLogger
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.schedule.assignment import two_parts
 from kvr_mpi.schedule.forecast import forecast_measured
 from kvr_mpi.schedule.history import (
@@ -25,15 +24,13 @@ from kvr_mpi.schedule.history import (
     keep,
     read_history,
 )
-from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport import share_json
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.tuning.identity import devices_of
 from kvr_mpi.tuning.measure import measure_costs
 
 
-def keep_outcome(
-    setup: JobSetup, ranks: Transport, done: Totals, seconds: float, start_s: float, cache_dir: Path, logger: RankLogger
-) -> Expected | None:
+def keep_outcome(session: Session, done: Totals, seconds: float, start_s: float) -> Expected | None:
     """Save how long a complete job took; every rank calls this.
 
     The first job of a model on a machine also measures its ranks, which takes a few seconds. Errors here do not fail
@@ -44,13 +41,13 @@ def keep_outcome(
 
     Returns, on rank 0, the duration that earlier jobs predict; None without comparable earlier jobs.
     """
-    spec, loaded = setup.spec, setup.loaded
+    spec, loaded, ranks, logger = session.spec, session.loaded, session.ranks.world, session.logger
     if not share_json(ranks, seconds >= LEAST_S and ranks.size <= MOST_RANKS and is_forecast(spec)):
         return None
     device, dtype = devices_of(loaded, ranks), str(loaded.dtype).removeprefix("torch.")
-    file = file_of(cache_dir, loaded.fingerprint, dtype, device, ranks.size)
+    file = file_of(session.machine.cache_dir, loaded.fingerprint, dtype, device, ranks.size)
     history = read_history(file, loaded.fingerprint, dtype) if ranks.rank == 0 else None
-    costs = setup.costs
+    costs = session.costs
     if costs is None and not share_json(ranks, history is not None):
         ranks.barrier()  # measure all ranks at once, since they also work at the same time
         try:
@@ -60,18 +57,18 @@ def keep_outcome(
     try:
         if ranks.rank == 0 and history is None and costs is not None:
             history = History(fingerprint=loaded.fingerprint, dtype=dtype, device=device, ranks=ranks.size, rates=costs)
-        return None if history is None else _kept(setup, file, history, done, seconds, start_s)
+        return None if history is None else _kept(session, file, history, done, seconds, start_s)
     except (OSError, ValueError) as error:
         logger.warning(f"this job is not recorded for later plans: {error}")
     return None
 
 
 def _kept(
-    setup: JobSetup, file: Path, history: History, done: Totals, seconds: float, start_s: float
+    session: Session, file: Path, history: History, done: Totals, seconds: float, start_s: float
 ) -> Expected | None:
     """Add a job to the history, and return what earlier jobs predicted."""
-    spec, limit, mean = setup.spec, setup.spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)
-    forecast = forecast_measured(spec, history.rates, setup.frame, history.source)
+    spec, limit, mean = session.spec, session.spec.generation.max_new_tokens, done.new_tokens / max(1, done.prompts)
+    forecast = forecast_measured(spec, history.rates, session.frame, history.source)
     texts = [(str(number), tokens) for number, tokens in enumerate(done.texts)]
 
     def parts(tokens: float) -> tuple[float, float] | None:
@@ -85,7 +82,7 @@ def _kept(
             prefill_s=now[0],
             decode_s=max(0.0, now[1]),
             seconds=seconds,
-            start_s=max(0.0, start_s - setup.once_s),
+            start_s=max(0.0, start_s - session.once_s),
             answer_tokens=mean,
             limit_tokens=limit,
         )

@@ -11,9 +11,8 @@ from kvr_mpi.costs.solve import Rates, equal_time
 from kvr_mpi.errors import DocumentError, counted
 from kvr_mpi.kv.chain import LAYERS_AHEAD, LAYERS_HELD
 from kvr_mpi.kv.pool import PAGE_ROWS
-from kvr_mpi.kv.relay import Route, relay, relays
+from kvr_mpi.kv.relay import Relay, relays
 from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
-from kvr_mpi.logs import RankLogger
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
 from kvr_mpi.runtime.chain_runner import ChainRunner, shard_of
@@ -32,15 +31,15 @@ class Planner:
     shares_heads : the ranks of the chain decode all their prompts together.
     """
 
-    def __init__(self, runner: ChainRunner, logger: RankLogger, *, shares_heads: bool = False) -> None:
-        setup, size = runner.setup, runner.chain.size
+    def __init__(self, runner: ChainRunner, *, shares_heads: bool = False) -> None:
+        session, size = runner.session, runner.chain.size
         self.first_rank, self.size = runner.first_rank, size
-        self._runner, self._setup, self._spec, self._logger, self._has_warned = runner, setup, setup.spec, logger, False
+        self._runner, self._session, self._spec, self._has_warned = runner, session, session.spec, False
         self._ranks = slice(self.first_rank, self.first_rank + size)
-        self._free_bytes, self._rates = setup.free_bytes[self._ranks], setup.rates[self._ranks]
+        self._free_bytes, self._rates = session.free_bytes[self._ranks], session.rates[self._ranks]
         self._efficiency: float | None = None  # of sharing heads
-        if shares_heads and setup.sharing is not None and not isinstance(setup.sharing, str):
-            self._efficiency = setup.sharing.efficiency(size)
+        if shares_heads and session.sharing is not None and not isinstance(session.sharing, str):
+            self._efficiency = session.sharing.efficiency(size)
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
         """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
@@ -48,21 +47,21 @@ class Planner:
         Raises `DocumentError` if the prompt does not fit on an empty chain (with the number of ranks needed); if
         keys and values are sharded and it has fewer tokens than the chain has ranks; or if the model lacks an id.
         """
-        self._setup.loaded.shape.check_ids(prompt.ids)
+        self._session.loaded.shape.check_ids(prompt.ids)
         held = self._runner.beginning
         if held is not None and held.key in (prompt.stored, prompt.ids[: prompt.shared_tokens]):
             decode_rank = held.decode_rank
-        retain = self._setup.retain_of(prompt)
+        retain = self._session.retain_of(prompt)
         window = None if retain is None or retain.window is None else retain.window[0]  # whose queries are needed
         prefix = self._runner.open_stored(prompt) if prompt.stored is not None else None
         # The window needs queries, which a prefix does not have.
         ids = prompt.ids[:window]
-        prefix = prefix or next((one for one in self._setup.prefixes if ids[: one.length] == one.ids), None)
+        prefix = prefix or next((one for one in self._session.prefixes if ids[: one.length] == one.ids), None)
         if prompt.shared_tokens > (prefix.length if prefix else 0):
             with suppress(DocumentError):  # otherwise its whole prompt is planned
                 before = self._plan(prompt.beginning, prefix, decode_rank, None)
                 plan = self._with_memory(Plan(Way.AFTER_SHARED, prompt, prefix, decode_rank, before=before))
-                rows = self._on(decode_rank, self._setup.kv_bytes(before.prompt.tokens) if self._holds(plan) else 0)
+                rows = self._on(decode_rank, self._session.kv_bytes(before.prompt.tokens) if self._holds(plan) else 0)
                 if self.fits_beside(plan, rows):
                     return plan
         return self._plan(prompt, prefix, decode_rank, window)
@@ -82,10 +81,12 @@ class Planner:
         free : bytes for prompts on the rank.
         need : bytes at the prompt's peak, including those of its `rows` in the pool.
         """
-        pool = self._setup.pool
+        pool = self._session.pool
         if not pool.is_paged:
             return need + held <= free
-        own = int(pool.nbytes / max(1, self._setup.free_bytes[self.first_rank]) * free)  # as large a share on all ranks
+        own = int(
+            pool.nbytes / max(1, self._session.free_bytes[self.first_rank]) * free
+        )  # as large a share on all ranks
         return rows + held <= own and need - rows <= free - own
 
     def fits_shared(self, held_bytes: Sequence[int], largest: int) -> bool:
@@ -108,7 +109,7 @@ class Planner:
         known : number of first tokens that are not computed again; the first slice includes them.
         decode_rank : the rank of the chain that has the last slice; the next rank, cyclically, has the first.
         """
-        table, new = self._setup.table, tokens - known
+        table, new = self._session.table, tokens - known
         if table is not None and self.size > 1:
             self._warn_outside(table, new)
             return choose_slices(table, new, self.size).after(known)
@@ -129,7 +130,7 @@ class Planner:
             try:
                 return self._with_memory(Plan(Way.ALONE, prompt, prefix, decode_rank), drop)
             except DocumentError:
-                if self.size > 1 or is_compressed or self._setup.rolling is not None:
+                if self.size > 1 or is_compressed or self._session.rolling is not None:
                     raise  # otherwise it may fit in chunks
         is_stored = spec.questions is not None and prefix is not None and prefix.is_stored
         if spec.is_sharded and (tokens := known if is_stored else prompt.tokens - known) < self.size:
@@ -145,18 +146,18 @@ class Planner:
 
         def fits(chunk_tokens: int | None) -> bool:
             needs = self._slice_bytes(relays(partition, known, chunk_tokens), self.size - 1, prompt.new_tokens, drop)
-            rows = 0 if self._spec.is_sharded else self._setup.kv_bytes(prompt.tokens + prompt.new_tokens)
+            rows = 0 if self._spec.is_sharded else self._session.kv_bytes(prompt.tokens + prompt.new_tokens)
             free = min(self._free_bytes)
             return self._has_room(free, needs[-1], rows, 0) and all(
                 self._has_room(free, each, 0, 0) for each in needs[:-1]
             )
 
-        chunks = choose_chunks(spec.chunk_tokens, self._setup.footprint, fits)
+        chunks = choose_chunks(spec.chunk_tokens, self._session.footprint, fits)
         return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, partition, chunks), drop)
 
     def _goes_alone(self, tokens: int, before_window: int | None) -> bool:
         """Whether one rank prefills a prompt of this length, part of which precedes compression's window."""
-        if self._setup.rolling is not None:
+        if self._session.rolling is not None:
             return True
         if self._spec.is_plain or self._spec.is_sharded:
             return False
@@ -166,7 +167,7 @@ class Planner:
 
     def _drop_of(self, prompt: Prompt, prefix: SequenceKV | None) -> PlannedDrop | None:
         """Predict what compression drops from a prompt; None if nothing, or if its prefix is compressed already."""
-        compression, pool = self._setup.compression, self._setup.pool
+        compression, pool = self._session.compression, self._session.pool
         if compression is None or (prefix is not None and prefix.compression):
             return None
         drop = compression.planned_drop(prompt.tokens, prompt.text)
@@ -179,8 +180,8 @@ class Planner:
 
         A prefix that is in memory already is not counted.
         """
-        prompt, rank, setup, before = plan.prompt, plan.decode_rank, self._setup, plan.before
-        footprint, pack_tokens, own = setup.footprint, self._runner.pack_tokens, self._own_bytes(plan)
+        prompt, rank, session, before = plan.prompt, plan.decode_rank, self._session, plan.before
+        footprint, pack_tokens, own = session.footprint, self._runner.pack_tokens, self._own_bytes(plan)
         kept, needs = self._on(rank, own if drop is None else own - drop.kv_bytes), None
         if plan.way is Way.AFTER_STORED:
             kept = self._stored_bytes(plan, is_held=self._holds(plan))
@@ -191,15 +192,15 @@ class Planner:
             if self._spec.is_sharded:
                 kept = [-(-kept[rank] // self.size)] * self.size
             if footprint is not None:
-                routes = relays(plan.partition, plan.known_tokens, plan.chunk_tokens)
-                needs = self._slice_bytes(routes, rank, prompt.new_tokens, drop)
+                slices = relays(plan.partition, plan.known_tokens, plan.chunk_tokens)
+                needs = self._slice_bytes(slices, rank, prompt.new_tokens, drop)
         elif footprint is not None and drop is not None:  # compressed prompts are not packed
-            route = relay(Partition((0, prompt.tokens)), 0)
-            needs = self._on(rank, footprint.route_bytes(route, reserve_tokens=prompt.new_tokens, drop=drop))
+            alone = Relay(Partition((0, prompt.tokens)), 0)
+            needs = self._on(rank, footprint.slice_bytes(alone, reserve_tokens=prompt.new_tokens, drop=drop))
         elif footprint is not None:
             needs = self._on(rank, own + footprint.activation_bytes(pack_tokens))
         if before is not None and not self._holds(plan):
-            beginning = self._on(rank, setup.kv_bytes(before.prompt.tokens))
+            beginning = self._on(rank, session.kv_bytes(before.prompt.tokens))
             kept = [own + each for own, each in zip(kept, beginning, strict=True)]
             more = before.needs if before.takes_all and before.needs is not None else beginning
             needs = None if needs is None else [own + each for own, each in zip(needs, more, strict=True)]
@@ -209,8 +210,8 @@ class Planner:
         rows = self._on(rank, own) if drop is not None and drop.is_late else kept
         if plan.partition is not None and plan.prefix is not None and plan.prefix.is_stored:
             # Other ranks hold a few layers of it at a time.
-            layers = min(1.0, (LAYERS_HELD + 1 + LAYERS_AHEAD) / len(setup.loaded.shape.layers))
-            rows = [max(each, int(layers * setup.kv_bytes(plan.known_tokens))) for each in kept]
+            layers = min(1.0, (LAYERS_HELD + 1 + LAYERS_AHEAD) / len(session.loaded.shape.layers))
+            rows = [max(each, int(layers * session.kv_bytes(plan.known_tokens))) for each in kept]
         plan = replace(plan, needs=needs, rows=rows, kept={each: kept[each] for each in keep})
         if before is None and footprint is not None:
             self._check_fits(plan, footprint, drop)
@@ -227,37 +228,42 @@ class Planner:
 
     def _own_bytes(self, plan: Plan) -> int:
         """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
-        tokens, setup = plan.prompt.tokens + plan.prompt.new_tokens, self._setup
-        if plan.before is None or not setup.loaded.attends_in_parts:  # a model's own attention may need a copy
-            is_copied = setup.pool.is_paged and plan.prefix is not None and plan.prefix.is_stored  # its last page
-            return setup.kv_bytes(tokens) + (setup.pool.page_bytes if is_copied else 0)
+        tokens, session = plan.prompt.tokens + plan.prompt.new_tokens, self._session
+        if plan.before is None or not session.loaded.attends_in_parts:  # a model's own attention may need a copy
+            page_bytes, stored = session.pool.page_bytes if session.pool.is_paged else 0, plan.prompt.stored
+            if plan.prefix is None or not plan.prefix.is_stored:
+                return session.kv_bytes(tokens)
+            whole = session.kv_bytes(tokens) + page_bytes  # its last page is copied
+            if not plan.prefix.compression or stored is None:
+                return whole
+            kept = sum(piece.bytes for piece in stored.pieces) + page_bytes  # heads' last pages are partly empty
+            return min(whole, kept + session.kv_bytes(tokens - plan.known_tokens) + page_bytes)
         shared = plan.before.prompt.tokens
-        return setup.kv_bytes(tokens - (shared if not setup.pool.is_paged else shared // PAGE_ROWS * PAGE_ROWS))
+        return session.kv_bytes(tokens - (shared if not session.pool.is_paged else shared // PAGE_ROWS * PAGE_ROWS))
 
     def _stored_bytes(self, plan: Plan, *, is_held: bool) -> list[int]:
         """Bytes of a question's own tokens, and of each rank's shard of its document if it is not in memory."""
         ranks = range(self.size)
-        found = [0 if is_held else bytes_to_read(shard_of(self._setup, plan, rank, self.size)) for rank in ranks]
+        found = [0 if is_held else bytes_to_read(shard_of(self._session, plan, rank, self.size)) for rank in ranks]
         tokens = plan.row_tokens + plan.prompt.new_tokens
-        found[plan.decode_rank] += tokens * self._setup.loaded.shape.kv_bytes_per_token
+        found[plan.decode_rank] += tokens * self._session.loaded.shape.kv_bytes_per_token
         return found
 
     def _slice_bytes(
-        self, routes: Sequence[Route], decode_rank: int, new_tokens: int, drop: PlannedDrop | None
+        self, slices: Sequence[Relay], decode_rank: int, new_tokens: int, drop: PlannedDrop | None
     ) -> list[int]:
         """Bytes that each rank of the chain needs for its slice."""
-        assert self._setup.footprint is not None
-        needs = [0] * self.size
-        for route in routes:
-            rotation = Rotation.bringing(self.size, route.decode_position, decode_rank)
-            needs[rotation.rank_of(route.position)] = self._setup.footprint.route_bytes(
-                route, reserve_tokens=new_tokens, is_sharded=self._spec.is_sharded, drop=drop
+        assert self._session.footprint is not None
+        needs, rotation = [0] * self.size, Rotation.ending_at(self.size, decode_rank)
+        for relay in slices:
+            needs[rotation.rank_of(relay.position)] = self._session.footprint.slice_bytes(
+                relay, reserve_tokens=new_tokens, is_sharded=self._spec.is_sharded, drop=drop
             )
         return needs
 
     def _check_fits(self, plan: Plan, footprint: Footprint, drop: PlannedDrop | None) -> None:
         """Refuse a prompt that does not fit on an empty chain."""
-        free, prompt, pool = min(self._free_bytes), plan.prompt, self._setup.pool
+        free, prompt, pool = min(self._free_bytes), plan.prompt, self._session.pool
         assert plan.needs is not None
         rest = max(plan.needs) - max(plan.rows)
         if plan.partition is None and drop is None:  # alone in its row
@@ -276,8 +282,8 @@ class Planner:
                     f"needs {needs / GIB:.2f} GiB in addition to the weights, but has {free / GIB:.2f} GiB; use more "
                     f"ranks"
                 )
-        elif plan.partition is None and self._setup.rolling is not None:
-            rolling = self._setup.rolling
+        elif plan.partition is None and self._session.rolling is not None:
+            rolling = self._session.rolling
             if (needs := footprint.rolling_bytes(rolling)) > free:
                 raise DocumentError(
                     f"a {rolling.name} needs {needs / GIB:.2f} GiB in addition to the weights, but a rank has "
@@ -300,7 +306,7 @@ class Planner:
         """Log once that prompts are outside the range of the table."""
         if not self._has_warned and is_outside(table, tokens, self.size):
             self._has_warned = True
-            self._logger.warning(
+            self._session.logger.warning(
                 f"the table was searched for {describe_range(table)}; a prompt of {tokens} tokens on "
                 f"{self.size} ranks is outside this range: slices of such prompts come from the fitted rates of "
                 "the table"

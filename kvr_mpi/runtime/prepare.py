@@ -34,7 +34,7 @@ from kvr_mpi.job.readout import Readout, readout_of
 from kvr_mpi.kv.attention import why_no_flex
 from kvr_mpi.kv.flex import compiles
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool, pages_for
-from kvr_mpi.kv.relay import relay
+from kvr_mpi.kv.relay import Relay
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.logs import RankLogger
@@ -57,8 +57,7 @@ from kvr_mpi.runtime.host_memory import free_bytes, ranks_on_device
 from kvr_mpi.runtime.job_ranks import JobRanks, warn_of_hosts
 from kvr_mpi.runtime.loading import load_on_all, readable
 from kvr_mpi.runtime.requests import PromptConfig
-from kvr_mpi.runtime.reuse import find_beginnings
-from kvr_mpi.runtime.session import JobSetup, Machine
+from kvr_mpi.runtime.session import Machine, Session, header_of, whole_identity
 from kvr_mpi.schedule.forecast import MEMORY_SHARE, frame_of
 from kvr_mpi.store.log import software
 from kvr_mpi.topology import Topology, cores_per_rank, least_of_each
@@ -83,14 +82,13 @@ def prepare(
     logger: RankLogger,
     *,
     loaded: LoadedModel | None = None,
-) -> JobSetup:
+) -> Session:
     """Prepare a job's model; every rank calls this. Raises `ConfigError` if the settings do not suit the model.
 
     chain : the ranks that share this chain's prompts, one from each tensor-parallel group.
     loaded : the job's model, if it is loaded already.
     """
-    world = ranks.world
-    logger = logger.root
+    world, own_logger, logger = ranks.world, logger, logger.root
     loaded, once_s = (loaded, 0.0) if loaded else _load(spec, machine, ranks, chain, logger)
     check_together = partial(_together_alone, world, loaded.tp_group)
     loaded, frame, reduce_frame, generation = check_together(partial(_check, spec, loaded, logger))
@@ -151,8 +149,11 @@ def prepare(
     if rates and rolling is None:
         mine = rates if spec.planned else rates[ranks.lane.rank - chain.rank :][: chain.size]
         logger.debug(describe_rates(mine, frame.max_tokens if loaded.shape.max_tokens else EXAMPLE_TOKENS))
-    setup = JobSetup(
+    session = Session(
         spec=spec,
+        machine=machine,
+        ranks=ranks,
+        logger=own_logger,
         loaded=loaded,
         prompt_config=PromptConfig(
             loaded.tokenizer,
@@ -168,8 +169,8 @@ def prepare(
             spec.output.check_answers,
             readout,
         ),
-        weights=weights,
         generation=generation,
+        header=header_of(spec, loaded, whole_identity(spec, loaded, frame, compression, rolling), weights),
         why_alone=why_alone,
         prefixes=prefixes,
         footprint=footprint,
@@ -177,17 +178,15 @@ def prepare(
         costs=costs,
         rates=rates,
         table=table_of(spec, loaded, world, ranks.lane, chain, logger),
-        beginnings=None if spec.documents.reuse is None else find_beginnings(spec, loaded, weights, world, logger),
         compression=compression,
         sharing=sharing,
         pool=pool,
         rolling=rolling,
         once_s=once_s,
-        checks_memory=machine.checks_memory,
     )
-    if spec.generation.lookup == "auto" and spec.generation.max_new_tokens and setup.why_no_lookup is not None:
-        logger.info(f"answers are decoded without prompt lookup: {setup.why_no_lookup}")
-    return setup
+    if spec.generation.lookup == "auto" and spec.generation.max_new_tokens and session.why_no_lookup is not None:
+        logger.info(f"answers are decoded without prompt lookup: {session.why_no_lookup}")
+    return session
 
 
 def _open_compression(spec: JobSpec, loaded: LoadedModel) -> Compression | None:
@@ -212,7 +211,7 @@ def _together_alone(world: Transport, tp_group: TensorParallelGroup | None, work
 def _load(
     spec: JobSpec, machine: Machine, ranks: JobRanks, chain: Transport, logger: RankLogger
 ) -> tuple[LoadedModel, float]:
-    """Load the model, or its part in a tensor-parallel group; return it with `JobSetup.once_s`."""
+    """Load the model, or its part in a tensor-parallel group; return it with `Session.once_s`."""
     world = ranks.world
     if spec.parallel.tensor_parallel > 1 and ranks.tp_group is None:
         raise ConfigError(
@@ -389,8 +388,8 @@ def _footprint_of(loaded: LoadedModel, max_tokens: int, new_tokens: int, free_by
         return footprint
     whole = replace(footprint, takes_chunks=False)
     if max_tokens <= MOST_COUNTED:
-        alone = relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
-        if 2 * footprint.route_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
+        alone = Relay(Partition((0, max_tokens)), 0)  # no rank of a chain needs twice as much
+        if 2 * footprint.slice_bytes(alone, reserve_tokens=new_tokens) <= free_bytes:
             return whole
     try:
         check_chunks(loaded)
@@ -408,7 +407,7 @@ def _make_pool(loaded: LoadedModel, longest: int, footprint: Footprint | None, f
     room = free_bytes
     if footprint is not None:
         tokens = max(1, min(longest, MOST_COUNTED, free_bytes // each))
-        rest = footprint.route_bytes(relay(Partition((0, tokens)), 0)) - tokens * each
+        rest = footprint.slice_bytes(Relay(Partition((0, tokens)), 0)) - tokens * each
         room -= max(rest, footprint.activation_bytes(max(tokens, PACK_TOKENS[loaded.device.type])))
         if room < (pages_for(tokens) + 1) * PAGE_ROWS * each:
             room = int(POOL_SHARE * free_bytes)

@@ -11,7 +11,7 @@ from kvr_mpi.kv.chain import layer_kv
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.report.progress import Progress
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.runtime.work_queue import Slot
 from kvr_mpi.store.kv import CachedTokens, KeysValues
 from kvr_mpi.store.record import Record
@@ -23,16 +23,14 @@ Layers = list[KeysValues | None]  # keys and values of each layer; None for a la
 
 
 class ResultSink:
-    """One rank's results; one rank of each tensor-parallel group stores and reports documents (`tells`)."""
+    """One rank's results; one rank of each tensor-parallel group stores and reports documents."""
 
-    def __init__(
-        self, setup: JobSetup, writer: ResultWriter, counters: Counters, progress: Progress, *, tells: bool = True
-    ) -> None:
-        self._writer, self._counters, self._progress, self._tells = writer, counters, progress, tells
-        self.logger = progress.logger.only(tells)
-        part = setup.loaded.part  # of the model, with this rank's KV heads; None: all
+    def __init__(self, session: Session, writer: ResultWriter, counters: Counters, progress: Progress) -> None:
+        self._writer, self._counters, self._progress, self._tells = writer, counters, progress, session.ranks.tells
+        self.logger = progress.logger.only(self._tells)
+        part = session.loaded.part  # of the model, with this rank's KV heads; None: all
         # Of ranks of a group with the same heads, one stores them.
-        self.keeps_kv = bool(setup.spec.output.kv) and (part is None or part.stores)
+        self.keeps_kv = bool(session.spec.output.kv) and (part is None or part.stores)
         self._heads = None if part is None or part.held.is_all else part.held
 
     def report_prefill(self, name: str, prefill: Prefill, work: int, document: str) -> None:

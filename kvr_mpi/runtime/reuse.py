@@ -15,17 +15,15 @@ import numpy as np
 import xxhash
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import REUSE, why_no_effect
 from kvr_mpi.job.model_kinds import kinds_of
-from kvr_mpi.logs import RankLogger
-from kvr_mpi.model import LoadedModel
 from kvr_mpi.plain import from_plain
 from kvr_mpi.runtime.asking import check_made_by
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.store.kv import BLOCK_TOKENS
 from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.results import read_results
-from kvr_mpi.transport import Transport, on_root, share_json, together
+from kvr_mpi.transport import on_root, share_json, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +81,17 @@ def scan_beginnings(path: str) -> StoredBeginnings:
     return replace(found, passed_over=passed_over)
 
 
-def find_beginnings(
-    spec: JobSpec, loaded: LoadedModel, weights: str, world: Transport, logger: RankLogger
-) -> StoredBeginnings | None:
+def find_beginnings(session: Session) -> StoredBeginnings | None:
     """List the prefixes of the prompts in `documents.reuse`, if this model can continue them; every rank calls this.
 
     Raises `ConfigError` if another model produced them; `DataError` if the run cannot be read.
     """
+    spec, world, logger = session.spec, session.ranks.world, session.logger.root
     path = spec.documents.reuse
     assert path is not None
-    together(world, partial(check_made_by, "documents.reuse", [path], spec, loaded, weights))
-    if why := why_no_effect(REUSE, spec, kinds_of(loaded)):
+    weights = str(session.header.model["weights"])
+    together(world, partial(check_made_by, "documents.reuse", [path], spec, session.loaded, weights))
+    if why := why_no_effect(REUSE, spec, kinds_of(session.loaded)):
         logger.info(f"documents.reuse: nothing is reused: {why}")
         return None
     found = from_plain(StoredBeginnings, share_json(world, on_root(world, lambda: asdict(scan_beginnings(path)))))

@@ -7,16 +7,14 @@ for each other in a cycle.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvr_mpi.documents import Corpus
-from kvr_mpi.logs import RankLogger
 from kvr_mpi.runtime.checks import lay_out
-from kvr_mpi.runtime.job_ranks import JobRanks
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.schedule.assignment import count_tokens, describe_schedule, plan_documents
 from kvr_mpi.schedule.placement import Order, deal
 from kvr_mpi.topology import Topology
@@ -44,54 +42,32 @@ class Round:
         return sum(int(self.works[one].sum()) for one in self.lists)
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """The documents that the chains start with.
-
-    unreadable : documents that cannot be processed; no chain takes them.
-    refused : documents that fit on no chain, with the reason.
-    predicted_s : predicted time of the job, if it was planned.
-    """
-
-    rounds: list[Round]
-    unreadable: list[int] = field(default_factory=list)
-    refused: dict[int, str] = field(default_factory=dict)
-    predicted_s: float | None = None
-
-    @property
-    def slots(self) -> int:
-        """Number of counters needed."""
-        return sum(len(part.lists) for part in self.rounds)
-
-    @property
-    def work(self) -> int:
-        """Total work of all documents."""
-        return sum(part.work for part in self.rounds)
-
-
-def share_out(prepared: JobSetup, corpus: Corpus, todo: Numbers, ranks: JobRanks, logger: RankLogger) -> Shares:
+def make_rounds(session: Session, corpus: Corpus, todo: Numbers) -> tuple[list[Round], dict[int, str], float | None]:
     """Distribute documents over chains: by the plan, or evenly by work over chains of the same length.
 
-    Every rank calls this, with the same documents, and gets the same shares; rank 0 makes the plan.
+    Every rank calls this, with the same documents, and gets the same result; rank 0 makes the plan.
+
+    Returns the rounds; the documents that no chain takes, with the reason if they fit on none; and the predicted time
+    of the job, if it was planned.
     """
-    world, lanes = ranks.world, ranks.lane.size
+    world, lanes = session.ranks.world, session.ranks.lane.size
     is_bad = corpus.bad_among(todo)
-    unreadable, todo = todo[is_bad].tolist(), todo[~is_bad]
-    if prepared.costs is None or not prepared.spec.planned:
-        topology = lay_out(prepared.spec, world.size).by_group
-        return Shares([_round(corpus, todo, topology, prepared.spec.documents.order)], unreadable)
-    logger.root.info("plan: counting tokens")
+    refused, todo = dict.fromkeys(todo[is_bad].tolist(), ""), todo[~is_bad]
+    if session.costs is None or not session.spec.planned:
+        topology = lay_out(session.spec, world.size).by_group
+        return [_round(corpus, todo, topology, session.spec.documents.order)], refused, None
+    session.logger.root.info("plan: counting tokens")
     numbers = {corpus.id(number): number for number in todo.tolist()}
     mine = (corpus.read(number) for number in todo[world.rank :: world.size].tolist())
-    tokens = count_tokens(prepared.loaded.tokenizer, mine, world)
-    plan = share_json(world, on_root(world, lambda: _planned(prepared, numbers, tokens, lanes, logger)))
+    tokens = count_tokens(session.loaded.tokenizer, mine, world)
+    plan = share_json(world, on_root(world, lambda: _planned(session, numbers, tokens, lanes)))
     rounds = []
     for length, lists, pairs in plan["rounds"]:
         works = np.ones(len(corpus), np.int64)
         for number, work in pairs:
             works[number] = work
         rounds.append(Round(Topology(lanes, length), [np.array(one, np.int64) for one in lists], works))
-    return Shares(rounds, unreadable, dict(plan["refused"]), plan["predicted_s"])
+    return rounds, refused | dict(plan["refused"]), plan["predicted_s"]
 
 
 def _round(corpus: Corpus, todo: Numbers, topology: Topology, order: Order) -> Round:
@@ -108,13 +84,11 @@ def _round(corpus: Corpus, todo: Numbers, topology: Topology, order: Order) -> R
     return Round(topology, [todo[ordered[chains[ordered] == chain]] for chain in range(topology.chains)], works)
 
 
-def _planned(
-    prepared: JobSetup, numbers: Mapping[str, int], tokens: Mapping[str, int], ranks: int, logger: RankLogger
-) -> dict[str, object]:
+def _planned(session: Session, numbers: Mapping[str, int], tokens: Mapping[str, int], ranks: int) -> dict[str, object]:
     """Plan chains of different lengths; `tokens` has the length of each document by id."""
-    plan = plan_documents(prepared.spec, [(name, tokens[name]) for name in numbers], ranks, prepared.forecast())
+    plan = plan_documents(session.spec, [(name, tokens[name]) for name in numbers], ranks, session.forecast())
     for line in describe_schedule(plan):
-        logger.root.info(f"plan: {line}")
+        session.logger.root.info(f"plan: {line}")
     rounds = []
     for length in plan.chain_lengths:
         topology = Topology(ranks, length)

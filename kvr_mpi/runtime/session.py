@@ -1,4 +1,4 @@
-"""The result of `prepare.prepare`: a job's model, ready on all ranks, with all measurements."""
+"""A rank's part of a job (`Session`): its settings, its ranks and its model, ready to run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from kvr_mpi.model import LoadedModel, tokenizer_fingerprint
 from kvr_mpi.model.kernels import name_ways
 from kvr_mpi.prefill.memory_budget import Footprint
 from kvr_mpi.prefill.reading import Reading
+from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.requests import PromptConfig
-from kvr_mpi.runtime.reuse import StoredBeginnings
 from kvr_mpi.schedule.forecast import Forecast, forecast_measured, with_memory
 from kvr_mpi.store.lock import Owner, this_process
 from kvr_mpi.store.log import Header
@@ -61,10 +61,10 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class JobSetup:
-    """A job's model, ready on this rank, with all measurements.
+class Session:
+    """A rank's part of a job, from `prepare.prepare`: what it needs to run prompts.
 
-    weights : hash of all weights, if keys and values are stored or loaded; else empty.
+    header : identifies the job and its model in the results.
     why_alone : why prompts are not packed; None if they are.
     prefixes : computed prefixes that all prompts begin with, longest first.
     footprint : predicts a prompt's memory; None for plain transformers, whose memory is not predicted.
@@ -73,19 +73,20 @@ class JobSetup:
     costs : costs of ranks and links, if chains are planned, or the way to decode is chosen by them.
     rates : rates of all ranks, if slices are cut by time.
     table : the lookup table that the job names.
-    beginnings : prefixes of stored prompts, if the job reuses them.
     compression : selects the keys and values to keep for decoding; None: all are kept.
     sharing : how the ranks of a chain share heads to decode, or why they cannot; None if the job does not use that.
     rolling : rolling cache of each prompt; None: whole caches.
-    checks_memory : see `Machine`.
     once_s : loading time on rank 0, if a GGUF file was converted, which later jobs need not repeat; else 0.
     """
 
     spec: JobSpec
+    machine: Machine
+    ranks: JobRanks
+    logger: RankLogger
     loaded: LoadedModel
     prompt_config: PromptConfig
-    weights: str
     generation: GenerationConfig
+    header: Header
     why_alone: str | None
     prefixes: tuple[SequenceKV, ...]
     footprint: Footprint | None
@@ -94,12 +95,10 @@ class JobSetup:
     costs: Costs | None
     rates: list[Rates]
     table: Table | None
-    beginnings: StoredBeginnings | None = None
     compression: Compression | None = None
     sharing: HeadSharing | str | None = None
     rolling: Rolling | None = None
     once_s: float = 0.0
-    checks_memory: bool = False
 
     @property
     def why_no_lookup(self) -> str | None:
@@ -153,7 +152,7 @@ class JobSetup:
 
     def check_memory(self) -> None:
         """Check that no prompt holds memory any more, if that is wanted; raises `AssertionError`."""
-        if self.checks_memory:
+        if self.machine.checks_memory:
             self.pool.check_integrity(
                 block for prefix in self.prefixes for block in prefix.blocks if block.pool is self.pool
             )
@@ -189,20 +188,15 @@ class JobSetup:
         config, room = self.loaded.model.config, min(self.free_bytes)
         return with_memory(forecast, self.spec, config, self.footprint, room)
 
-    def header(self) -> Header:
-        """Return the header of the results."""
-        spec, loaded = self.spec, self.loaded
-        identity = whole_identity(spec, loaded, self.frame, self.compression, self.rolling)
-        about: dict[str, Any] = {
-            "name": loaded.name,
-            "architecture": loaded.shape.architecture,
-            "dtype": identity["dtype"],
-        }
-        if spec.model.adapter is not None:
-            about["adapter"] = spec.model.adapter
-        if self.weights:
-            about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": self.weights}
-        return Header(identity, about)
+
+def header_of(spec: JobSpec, loaded: LoadedModel, identity: dict[str, Any], weights: str) -> Header:
+    """Return the header of a job's results; `weights` is their hash if keys and values are stored or loaded, or ""."""
+    about = {"name": loaded.name, "architecture": loaded.shape.architecture, "dtype": identity["dtype"]}
+    if spec.model.adapter is not None:
+        about["adapter"] = spec.model.adapter
+    if weights:
+        about |= {"tokenizer": tokenizer_fingerprint(loaded.tokenizer), "weights": weights}
+    return Header(identity, about)
 
 
 def whole_identity(

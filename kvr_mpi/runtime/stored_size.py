@@ -15,7 +15,7 @@ from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import OutputError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.report.style import bytes_text
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 
 # Number of documents to tokenise, and characters of each, to estimate the characters per token.
 SAMPLED, SAMPLED_CHARS = 32, 20_000
@@ -31,19 +31,19 @@ def stored_bytes(spec: JobSpec, frame: Frame, texts: Iterable[float], bytes_per_
     return int(sum(each) * bytes_per_token)
 
 
-def check_stored_size(setup: JobSetup, corpus: Corpus, todo: npt.NDArray[np.int64], folder: Path) -> str:
+def check_stored_size(session: Session, corpus: Corpus, todo: npt.NDArray[np.int64], folder: Path) -> str:
     """Return a log line about how much will be written for documents, by number; a sample of their texts is tokenized.
 
     Raises `OutputError` if there is not enough free space, or the folder no longer exists.
     """
     good = todo[~corpus.bad_among(todo)].tolist()
     texts = [corpus.read(number).text[:SAMPLED_CHARS] for number in good[:: max(1, len(good) // SAMPLED)]]
-    tokens = sum(len(encode_text(setup.loaded.tokenizer, text)) for text in texts)
+    tokens = sum(len(encode_text(session.loaded.tokenizer, text)) for text in texts)
     chars = sum(map(len, texts))
     counts = [corpus.chars(number) * tokens / chars for number in good] if chars else []
-    part = setup.loaded.part  # the group writes all of its heads once
+    part = session.loaded.part  # the group writes all of its heads once
     shares = 1 if part is None else len(part.held.shares)
-    size = stored_bytes(setup.spec, setup.frame, counts, shares * setup.loaded.shape.kv_bytes_per_token)
+    size = stored_bytes(session.spec, session.frame, counts, shares * session.loaded.shape.kv_bytes_per_token)
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:

@@ -1,7 +1,7 @@
 """New questions about stored documents: only the question is prefilled.
 
 The corpus is the folder of an earlier run. A question follows the document's text in the stored prompt; the keys and
-values before it are loaded layer by layer while the model computes (``kv.loading``), and every block's checksum is
+values before it are loaded layer by layer while the model computes (``kv.sequence``), and every block's checksum is
 verified. If keys depend on the prompt's length, the prompt is prefilled again.
 """
 
@@ -20,7 +20,7 @@ from kvr_mpi.job import JobSpec
 from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.report.style import bytes_text
 from kvr_mpi.runtime.requests import Split
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.parts import tell_missing
 from kvr_mpi.store.prefix import StoredPrefix, open_prompt
@@ -111,14 +111,14 @@ def scan_stored(spec: JobSpec) -> tuple[Corpus, list[str]]:
 class StoredSource:
     """Questions about stored documents, and their prompts; the corpus comes from `scan_stored`."""
 
-    def __init__(self, setup: JobSetup, corpus: Corpus) -> None:
-        self.corpus, self._setup = corpus, setup
-        questions = setup.spec.questions
+    def __init__(self, session: Session, corpus: Corpus) -> None:
+        self.corpus, self._session = corpus, session
+        questions = session.spec.questions
         assert questions is not None and isinstance(questions.ask, dict)
         self._ask: Mapping[str, str] = questions.ask
         self._open: tuple[Record, CachedTokens, StoredPrefix | None] | None = None  # the latest
         self._results: Results | None = None
-        self._recomputes = bool(depends_on_length(setup.loaded.model))
+        self._recomputes = bool(depends_on_length(session.loaded.model))
 
     def read(self, number: int) -> Document:
         """Return the question and its document by number in the corpus."""
@@ -135,7 +135,7 @@ class StoredSource:
         assert document.asked is not None
         record, tokens, source = self._find(document.asked)
         _, name = parse_answer_id(document.id)
-        config = self._setup.prompt_config
+        config = self._session.prompt_config
         prompt = config.questions[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
         if config.checks_answers:  # the text itself is not stored
             document = replace(document, text=config.tokenizer.decode(tokens.ids[slice(*tokens.text)]))
@@ -144,7 +144,7 @@ class StoredSource:
     def _find(self, asked: Asked) -> tuple[Record, CachedTokens, StoredPrefix | None]:
         """Return the document of a question, and open it unless it was the last one."""
         document_id = asked.document
-        results = self._results = self._results or _results_of(self._setup.spec)
+        results = self._results = self._results or _results_of(self._session.spec)
         if document_id not in results:
             raise DocumentError(f"{document_id}: it was stored when the job began, and is gone: start the job again")
         pieces = results.places[document_id].pieces

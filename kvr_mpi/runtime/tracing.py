@@ -10,17 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvr_mpi.events import Events, Span, TracedPrompt
-from kvr_mpi.logs import RankLogger
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.runtime.job_ranks import JobRanks
 from kvr_mpi.runtime.plan import Plan
-from kvr_mpi.runtime.session import JobSetup
+from kvr_mpi.runtime.session import Session
 from kvr_mpi.store.traces import TRACE_BYTES, TraceHeader, TraceWriter, trace_files
 from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.links import Skew, measure_skews
 
 
-def begin_row(events: Events, setup: JobSetup, row: Sequence[Plan], chain: Transport, first_rank: int) -> None:
+def begin_row(events: Events, session: Session, row: Sequence[Plan], chain: Transport, first_rank: int) -> None:
     """Begin a prompt, a prefix that several prompts share, or a packed row."""
     plan, prompt = row[0], row[0].prompt
     others = f" and {len(row) - 1} more" if len(row) > 1 else ""
@@ -31,7 +29,9 @@ def begin_row(events: Events, setup: JobSetup, row: Sequence[Plan], chain: Trans
     tokens = sum(each.prompt.tokens for each in row)
     start, stop = (0, tokens) if is_packed else _own_slice(plan, chain)
     # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
-    rates = setup.rates[first_rank + chain.rank] if setup.rates and setup.rolling is None and not is_packed else None
+    rates = (
+        session.rates[first_rank + chain.rank] if session.rates and session.rolling is None and not is_packed else None
+    )
     events.begin_prompt(
         TracedPrompt(
             document=prompt.document_id + others,
@@ -43,7 +43,7 @@ def begin_row(events: Events, setup: JobSetup, row: Sequence[Plan], chain: Trans
             first_rank=first_rank + (chain.rank if is_packed else plan.decode_rank if is_alone else 0),
             ranks=1 if is_alone else chain.size,
             decode_rank=0 if is_alone else plan.decode_rank,
-            predicted_s=0.0 if rates is None else len(setup.loaded.shape.layers) * rates.seconds(stop - start, start),
+            predicted_s=0.0 if rates is None else len(session.loaded.shape.layers) * rates.seconds(stop - start, start),
         )
     )
 
@@ -60,15 +60,16 @@ def end_row(events: Events, prefills: Sequence[Prefill]) -> None:
 
 
 @contextmanager
-def write_trace(
-    setup: JobSetup, folder: Path, session: int, ranks: JobRanks, logger: RankLogger, events: Events
-) -> Iterator[None]:
+def write_trace(session: Session, folder: Path, number: int, events: Events) -> Iterator[None]:
     """Write the trace of this rank if the job requests one; every rank calls this.
+
+    number : of this job's session in the folder.
 
     Clocks are compared at the beginning and at the end; in between, linear drift is assumed.
     """
-    world, left = ranks.world, 0
-    if setup.spec.output.trace:
+    ranks, logger, left = session.ranks, session.logger, 0
+    world = ranks.world
+    if session.spec.output.trace:
         left = share_json(
             world, on_root(world, lambda: TRACE_BYTES - sum(file.stat().st_size for file in trace_files(folder)))
         )
@@ -77,17 +78,17 @@ def write_trace(
     if left <= 0:
         yield
         return
-    rates = setup.rates[ranks.lane.rank] if setup.rates and setup.rolling is None else None
+    rates = session.rates[ranks.lane.rank] if session.rates and session.rolling is None else None
     header = TraceHeader(
         rank=world.rank,
         size=world.size,
-        session=session,
+        session=number,
         host=socket.gethostname(),
-        device=setup.loaded.device.type,
-        layers=len(setup.loaded.shape.layers),
+        device=session.loaded.device.type,
+        layers=len(session.loaded.shape.layers),
         token_s=0.0 if rates is None else rates.token_s,
         pair_s=0.0 if rates is None else rates.pair_s,
-        tensor_parallel=setup.spec.parallel.tensor_parallel,
+        tensor_parallel=session.spec.parallel.tensor_parallel,
     )
     events.keeps_spans = True
     offset_s = time.time() - time.perf_counter()  # once, so that later clock adjustments do not matter

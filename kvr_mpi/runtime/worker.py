@@ -17,8 +17,9 @@ from dataclasses import asdict
 from kvr_mpi.errors import DataError, UnavailableError, counted, record_error
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.chain_runner import ChainRunner
+from kvr_mpi.runtime.decoder import Decoder
 from kvr_mpi.runtime.host_memory import HeapTrimmer
-from kvr_mpi.runtime.leader import Leader, WorkerContext
+from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, share_message
 from kvr_mpi.runtime.tracing import begin_row, end_row
 from kvr_mpi.runtime.waves import Held
@@ -35,8 +36,9 @@ class ChainWorker:
         group.
     """
 
-    def __init__(self, runner: ChainRunner, leader: Leader | None, context: WorkerContext, members: Transport) -> None:
-        self._runner, self._context, self._chain, self._members = runner, context, runner.chain, members
+    def __init__(self, runner: ChainRunner, leader: Leader | None, decoder: Decoder, members: Transport) -> None:
+        self._runner, self._decoder, self._chain, self._members = runner, decoder, runner.chain, members
+        self._sink, self._events = decoder.sink, decoder.events
         self._leader = leader
         self._heap = HeapTrimmer()
         self._rows: list[Plan] = []  # waiting on this rank for a packed row
@@ -52,7 +54,7 @@ class ChainWorker:
         while (end := self._prefill_wave()).goes_on:
             self._decode_wave(end)
             self._exchange_parts()
-        if self._runner.is_sharded or self._context.decoder.shares_heads:  # this chain's ranks do not meet again
+        if self._runner.is_sharded or self._decoder.shares_heads:  # this chain's ranks do not meet again
             self._decode_together()
         self._runner.close()
 
@@ -61,7 +63,7 @@ class ChainWorker:
         self._heap.trim()
         began_s = time.perf_counter()
         while True:
-            self._context.events.begin("waiting", "for its chain's next document")
+            self._events.begin("waiting", "for its chain's next document")
             decided = None if self._leader is None else self._leader.next_message(self._put_off)
             message = share_message(self._members, decided, self._runner.read_plan)
             if isinstance(message, EndPrefill):
@@ -69,7 +71,7 @@ class ChainWorker:
             self._prefill(message)
         self._prefill_rows()
         self._runner.end_wave()
-        self._context.events.end("wave", began_s)
+        self._events.end("wave", began_s)
         return message
 
     def _prefill(self, plan: Plan) -> None:
@@ -81,7 +83,7 @@ class ChainWorker:
             if plan.before is not None:
                 self._begin([plan.before])
             if (beginning := runner.begin(plan)) is not None:
-                end_row(self._context.events, [beginning])
+                end_row(self._events, [beginning])
         if plan.in_rows:
             self._put_off += 1
             if plan.takes_all or rank == plan.decode_rank:
@@ -89,25 +91,25 @@ class ChainWorker:
             return
         self._begin([plan])
         prefill = self._prefill_slice(plan)
-        end_row(self._context.events, [prefill])
+        end_row(self._events, [prefill])
         if runner.is_sharded or rank == plan.decode_rank:
-            self._context.decoder.start(plan.prompt, prefill)
+            self._decoder.start(plan.prompt, prefill)
 
     def _begin(self, row: Sequence[Plan]) -> None:
-        begin_row(self._context.events, self._runner.setup, row, self._chain, self._runner.first_rank)
+        begin_row(self._events, self._runner.session, row, self._chain, self._runner.first_rank)
 
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""
         prompt, runner = plan.prompt, self._runner
         is_written, is_home = prompt.is_final and runner.writes_own, self._chain.rank == plan.decode_rank
-        if not is_written or is_home or not self._context.sink.keeps_kv:
+        if not is_written or is_home or not self._sink.keeps_kv:
             (prefill,) = runner.prefill([plan])
             if is_written:  # this rank stores its slice with the answer
                 prefill.stored_tokens, _ = plan.bounds_on(self._chain.rank)
             return prefill
         assert plan.partition is not None
         bounds = plan.bounds_on(self._chain.rank)
-        with self._context.sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
+        with self._sink.writing_slice(prompt.begun_record(plan.partition), bounds, prompt) as layers:
             (prefill,) = runner.prefill([plan], layers.add_layer)
             if prefill.error is not None:
                 layers.drop()
@@ -123,19 +125,19 @@ class ChainWorker:
             except (DataError, UnavailableError) as error:  # of stored keys and values
                 for plan in row:
                     record = plan.prompt.error_record(record_error(error))
-                    self._context.sink.write_record(record, plan.prompt.document_work)
+                    self._sink.write_record(record, plan.prompt.document_work)
                 continue
-            end_row(self._context.events, prefills)
+            end_row(self._events, prefills)
             for plan, prefill in zip(row, prefills, strict=True):
-                self._context.decoder.start(plan.prompt, prefill)
+                self._decoder.start(plan.prompt, prefill)
 
     def _decode_wave(self, end: EndPrefill) -> None:
         """Decode this rank's answers; leave some in progress if the next wave has prompts."""
-        decoder = self._context.decoder
+        decoder = self._decoder
         if decoder.shares_heads:
             self._decode_together()
             return
-        self._context.events.begin("decoding", counted(decoder.running, "answer"))
+        self._events.begin("decoding", counted(decoder.running, "answer"))
         few = max(0, decoder.running - 1) if self._chain.size == 1 else decoder.running // 4
         decoder.decode(leave=few if end.has_more else 0)
 
@@ -144,15 +146,15 @@ class ChainWorker:
         if self._runner.forwarder is not None:
             self._runner.forwarder.settle()
         self._chain.barrier()
-        self._context.events.begin("decoding", f"{counted(self._context.decoder.running, 'answer')} with its chain")
-        self._context.decoder.decode()
+        self._events.begin("decoding", f"{counted(self._decoder.running, 'answer')} with its chain")
+        self._decoder.decode()
 
     def _exchange_parts(self) -> None:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
-        self._context.events.begin("waiting", "for its chain's other ranks")
+        self._events.begin("waiting", "for its chain's other ranks")
         beginning = self._runner.beginning
-        held = self._context.decoder.held(None if beginning is None else beginning.sequence)
-        parts = [(key, asdict(record)) for key, record in self._context.decoder.take_parts()]
+        held = self._decoder.held(None if beginning is None else beginning.sequence)
+        parts = [(key, asdict(record)) for key, record in self._decoder.take_parts()]
         self._members.barrier()  # sleeps while it waits, so that decoding ranks get the cores
         ranks = gather_json(self._members, [asdict(held), parts])
         if self._leader is not None:

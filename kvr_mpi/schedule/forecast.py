@@ -22,7 +22,7 @@ from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.documents.prompts import Frame, count_parts, make_frame
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.job import EVEN, JobSpec
-from kvr_mpi.kv.relay import relay
+from kvr_mpi.kv.relay import Relay
 from kvr_mpi.kv.rolling import Rolling, rolling_of
 from kvr_mpi.model import LoadedModel, ModelShape
 from kvr_mpi.model.tensor_parallel import part_config, part_of
@@ -291,10 +291,10 @@ def with_memory(
         partition = forecast.slices(tokens, size)
         # The first slice is the longest, and one end rank keeps all layers; of the others, the last but one needs most.
         ends = {0, max(0, size - 2), size - 1}
-        made = (relay(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
+        made = (Relay(partition, rank, chunk_tokens=chunk_tokens) for rank in ends)
         drop = drop_of(tokens)
         return held_bytes + max(
-            footprint.route_bytes(one, reserve_tokens=forecast.new_tokens, drop=drop) for one in made
+            footprint.slice_bytes(one, reserve_tokens=forecast.new_tokens, drop=drop) for one in made
         )
 
     @functools.cache

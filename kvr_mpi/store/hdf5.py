@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -239,7 +240,7 @@ def child(group: h5py.Group, name: str) -> Any:
         raise DataError(f"{_path(group, name)} is a link that could lead out of the file; expected data")
     item = h5py.h5o.open(group.id, raw)
     if isinstance(item, h5py.h5d.DatasetID):
-        _check_data(item, _path(group, name))
+        _check_data(item, partial(_path, group, name))  # finding the path takes as long as the check
     return item
 
 
@@ -248,28 +249,29 @@ def size_bytes(dataset: h5py.Dataset) -> int:
     return int(math.prod(dataset.shape)) * int(dataset.id.get_type().get_size())
 
 
-def _check_data(dataset: Any, name: str) -> None:
+def _check_data(dataset: Any, path: Callable[[], str]) -> None:
     """Refuse external data, missing data (which read as zeros), and datasets that would exhaust the memory."""
     plist, space = dataset.get_create_plist(), dataset.get_space()
     layout, item_bytes = plist.get_layout(), dataset.get_type().get_size()
     if layout == h5py.h5d.VIRTUAL or plist.get_external_count():
-        raise DataError(f"{name} takes its data from other files (virtual or external); expected a plain dataset")
+        raise DataError(f"{path()} takes its data from other files (virtual or external); expected a plain dataset")
     if space.get_simple_extent_type() == h5py.h5s.NULL:
-        raise DataError(f"{name} is empty; expected data")
+        raise DataError(f"{path()} is empty; expected data")
     shape, stored_bytes = space.get_simple_extent_dims(), dataset.get_storage_size()
     if layout == h5py.h5d.CHUNKED:
         chunk = plist.get_chunk()
         if math.prod(chunk) * item_bytes > LARGEST_BYTES:
-            raise DataError(f"{name} has chunks of {math.prod(chunk) * item_bytes} bytes; no more than {LARGEST_BYTES}")
+            size = math.prod(chunk) * item_bytes
+            raise DataError(f"{path()} has chunks of {size} bytes; no more than {LARGEST_BYTES}")
         filters = [plist.get_filter(number)[0] for number in range(plist.get_nfilters())]
         if strange := sorted({*filters} - {h5py.h5z.FILTER_FLETCHER32}):
-            raise DataError(f"{name} uses the HDF5 filter {strange[0]}, which kvr-mpi never writes")
+            raise DataError(f"{path()} uses the HDF5 filter {strange[0]}, which kvr-mpi never writes")
         expected = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
         complete = dataset.get_num_chunks() == expected
     else:
         complete = stored_bytes >= math.prod(shape) * item_bytes
     if not complete:
-        raise DataError(f"{name} is incomplete: only {stored_bytes} bytes are stored; copy the file again")
+        raise DataError(f"{path()} is incomplete: only {stored_bytes} bytes are stored; copy the file again")
 
 
 def where(item: Any) -> str:

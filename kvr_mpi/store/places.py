@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvr_mpi.errors import NOT_NOW
+from kvr_mpi.documents.index import DIGEST_BYTES
+from kvr_mpi.errors import NOT_NOW, ConfigError
 from kvr_mpi.store.kv import Piece
+from kvr_mpi.store.record import STATUSES
 
-DIGEST_BYTES = 16  # of a SHA-256 that are kept in memory to compare documents
 BLOCK = 1 << 16  # records that are processed together
 
 
@@ -58,9 +59,9 @@ class Place:
 
 
 def short_digest(sha256: str) -> str:
-    """Return what is compared of a hash; empty if it is none."""
+    """Return what is compared of a hash, or of its beginning; empty if it is none."""
     try:
-        return bytes.fromhex(sha256).hex()[: 2 * DIGEST_BYTES] if len(sha256) == 64 else ""
+        return bytes.fromhex(sha256).hex()[: 2 * DIGEST_BYTES] if len(sha256) in (2 * DIGEST_BYTES, 64) else ""
     except ValueError:
         return ""
 
@@ -187,9 +188,12 @@ class Records:
         rank = np.where(np.frombuffer(self.is_done, np.bool_), np.int8(2), np.int8(1))
         rank[list(missing)] = 0
         while True:
-            order = _sorted_by(hashes, rank, is_valid)
-            is_last = np.ones(len(order), np.bool_)
-            is_last[:-1] = hashes[order[1:]] != hashes[order[:-1]]
+            order = np.argsort(hashes, kind="stable").astype(np.int32)
+            is_last = _are_last(hashes[order])
+            if not (is_valid.all() and is_last.all()):
+                order = np.flatnonzero(is_valid).astype(np.int32)
+                order = order[np.lexsort((order, rank[order], hashes[order]))]
+                is_last = _are_last(hashes[order])
             if all(self.encoded(order[at]) == self.encoded(order[at + 1]) for at in np.flatnonzero(~is_last).tolist()):
                 break
             seed += 1  # two ids have the same hash
@@ -258,7 +262,7 @@ class Places(Mapping[str, Place]):
         return int(np.frombuffer(self._records.size, np.int32)[self._numbers].sum()) if len(self) else 0
 
     def matching(self, hashes: npt.NDArray[np.uint64], digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Return which documents have done records, by hashes of their ids and those of their contents (n, 32)."""
+        """Return which documents have done records, by hashes of their ids and those of their contents (n, bytes)."""
         if not len(self) or self._seed:
             return np.zeros(len(hashes), np.bool_)
         found, is_done = np.zeros(len(hashes), np.bool_), np.frombuffer(self._records.is_done, np.bool_)
@@ -279,16 +283,26 @@ class Places(Mapping[str, Place]):
         return map(self._records.name, _listed(numbers[self._records.order(numbers)]))
 
 
-def _sorted_by(
-    hashes: npt.NDArray[np.uint64], rank: npt.NDArray[np.int8], is_valid: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int32]:
-    """Return the numbers of valid records by hash, rank and number."""
-    if is_valid.all():
-        order = np.argsort(hashes, kind="stable").astype(np.int32)
-        if (hashes[order[1:]] != hashes[order[:-1]]).all():
-            return order
-    order = np.flatnonzero(is_valid).astype(np.int32)
-    return order[np.lexsort((order, rank[order], hashes[order]))]
+def sorted_ids(places: Mapping[str, Place], status: str | None = None) -> Iterator[str]:
+    """Yield the ids of all documents, or of those with a status, in sorted order."""
+    if status is not None and status not in STATUSES:
+        raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
+    is_done = None if status is None else status == "done"
+    if isinstance(places, Places):
+        return places.ordered(is_done)
+    return iter(sorted(name for name, place in places.items() if is_done in (None, place.is_done)))
+
+
+def with_kv(places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
+    """Yield the ids and places of the documents that have keys and values."""
+    if isinstance(places, Places):
+        return places.with_kv()
+    return ((name, place) for name, place in places.items() if place.pieces)
+
+
+def _are_last(ordered: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Return which of some sorted hashes are the last of their value."""
+    return np.append(ordered[1:] != ordered[:-1], np.ones(min(1, len(ordered)), np.bool_))
 
 
 def _listed(numbers: npt.NDArray[Any]) -> Iterator[int]:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from kvr_mpi.errors import DataError
-from kvr_mpi.kv.loading import LoadedLayers
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.sequence import Pair, SequenceKV, StoredRows
 from kvr_mpi.model import LoadedModel
@@ -81,7 +80,7 @@ class StoredPrefix:
             stop=stop,
             is_last=stop == len(ids),
             longest=longest,
-            read=LoadedLayers(len(loaded.shape.layers), read, loaded.device).__getitem__,
+            read=read,
             ids=ids,
             compression=self.compression,
             source=self,

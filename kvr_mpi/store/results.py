@@ -21,8 +21,8 @@ from kvr_mpi.store.kv import KeysValues
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header, is_sealed
 from kvr_mpi.store.parts import check_corpus, check_same_job, find_part, find_runs, tell_missing
-from kvr_mpi.store.places import Place, Places
-from kvr_mpi.store.record import COMPUTED, KINDS, STATUSES, Record, read_record
+from kvr_mpi.store.places import Place, sorted_ids, with_kv
+from kvr_mpi.store.record import COMPUTED, KINDS, Record, read_record
 from kvr_mpi.store.run import read_run_file
 from kvr_mpi.store.summary import Summary, count_reasons
 from kvr_mpi.store.volumes import Source, open_source
@@ -143,7 +143,7 @@ class Results:
     @property
     def kv_bytes(self) -> int:
         """Size of the keys and values of all documents."""
-        return sum(place.kv_bytes for _, place in self.with_kv())
+        return sum(place.kv_bytes for _, place in with_kv(self.places))
 
     @property
     def software(self) -> dict[str, str]:
@@ -166,26 +166,11 @@ class Results:
 
     def ids(self, status: str | None = None) -> list[str]:
         """Sorted ids, of all documents or of those with status ``done`` or ``error``."""
-        return list(self.sorted_ids(status))
-
-    def sorted_ids(self, status: str | None = None) -> Iterator[str]:
-        """Yield `ids`, one at a time."""
-        if status is not None and status not in STATUSES:
-            raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
-        is_done = None if status is None else status == "done"
-        if isinstance(self.places, Places):
-            return self.places.ordered(is_done)
-        return iter(sorted(name for name, place in self.places.items() if is_done in (None, place.is_done)))
-
-    def with_kv(self) -> Iterator[tuple[str, Place]]:
-        """Yield the ids and places of the documents that have keys and values."""
-        if isinstance(self.places, Places):
-            return self.places.with_kv()
-        return ((name, place) for name, place in self.places.items() if place.pieces)
+        return list(sorted_ids(self.places, status))
 
     def summary(self) -> Summary:
         """Count the documents by status."""
-        reasons = [(name, self.places[name].reason, 1) for name in self.sorted_ids("error")]
+        reasons = [(name, self.places[name].reason, 1) for name in sorted_ids(self.places, "error")]
         return Summary(len(self) - len(reasons), len(reasons), count_reasons(reasons))
 
     def read(self, ids: Iterable[str]) -> Iterator[Record]:
@@ -244,7 +229,7 @@ class Results:
         DataError
             If a record is damaged; those before it are valid.
         """
-        found = self.read(self.sorted_ids(status))
+        found = self.read(sorted_ids(self.places, status))
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
@@ -398,7 +383,7 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
                 missing.append(f"{path} has no results yet")
             continue
         found = _read_run(path, verify=verify, passes_damaged=passes_damaged)
-        left = None if run is None else max(0, run.documents - len(found) - sum(name in found for name in run.gone))
+        left = None if run is None else run.left(found.places)
         # The contents of a damaged log are unknown; the contents of a volume are listed in a log.
         spoilt = [(file, why) for file, why in found.damaged.items() if not VOLUME_NAME.fullmatch(file.name)]
         missing += [f"{file} is damaged ({why}): needs --resume" for file, why in spoilt]

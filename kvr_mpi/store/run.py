@@ -13,7 +13,7 @@ import json
 import operator
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,8 +137,9 @@ def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> _Comparis
     changes: dict[str, list[str]] = {what: [] for what in (CHANGED, REPAIRED, UNREAD, GONE, PASSING)}
     is_done, met = np.zeros(len(corpus), np.bool_), 0
     if not corpus.prompts and len(corpus.index.digested):  # most of them, all at once
-        numbers = corpus.index.digested
-        is_done[numbers] = places.matching(corpus.index.hash_ids(corpus.files)[numbers], corpus.index.digests)
+        numbers, hashes = corpus.index.digested, corpus.index.hash_ids(corpus.files)
+        hashes = hashes if len(numbers) == len(hashes) else hashes[numbers]
+        is_done[numbers] = places.matching(hashes, corpus.index.digests)
         met = int(is_done.sum())
     is_todo, known = ~is_done, set[str]()
     for number in np.flatnonzero(is_todo).tolist() if places else ():
@@ -227,6 +228,10 @@ class RunFile:
     cut: str
     documents: int
     gone: frozenset[str]
+
+    def left(self, ids: Collection[str]) -> int:
+        """Return how many documents have no record, given the ids of all records."""
+        return max(0, self.documents - len(ids) + sum(name in ids for name in self.gone))
 
 
 def read_run_file(folder: Path) -> RunFile | None:

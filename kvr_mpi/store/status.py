@@ -88,7 +88,7 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     since = min((rank.began_s for rank in ranks), default=lock.since_s if lock else 0.0)
     overall = _rate(times, since, now) if alive else 3600 * len(times) / answering_s if answering_s else None
     lately = _rate(times, max(since, now - LATELY_S), now) if alive else None
-    left = None if total is None else max(0, total - len(results.places))
+    left = None if run is None else run.left(results.places)
     rate = lately or overall
     eta = 3600 * left / rate if alive and left is not None and rate else None
     if ranks and left:

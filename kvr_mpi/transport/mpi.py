@@ -313,7 +313,7 @@ class MpiTransport:
 
         length = np.array([len(data)], dtype=np.int64)
         _wait_asleep(self.comm.Ibcast(length, root))
-        buffer = np.frombuffer(bytearray(data), np.uint8) if self.rank == root else np.empty(length[0], np.uint8)
+        buffer = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(length[0], np.uint8)
         _wait_asleep(self.comm.Ibcast(buffer, root))
         return data if self.rank == root else buffer.tobytes()
 

@@ -6,11 +6,18 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import transformers
 
+from kvr_mpi.api.ranks import leave_bars_to_rank_0
 from kvr_mpi.cli.log_lines import quiet_libraries, show_log
 from kvr_mpi.logs import EXIT, NAME, PROGRESS, RankLogger
+from kvr_mpi.transport import Transport
+
+BARS = "HF_HUB_DISABLE_PROGRESS_BARS"
 
 PROGRAM = """
 import logging, sys
@@ -74,3 +81,16 @@ def test_the_commands_show_python_warnings_as_one_line_and_levels_as_before(caps
     texts = [text for _, _, text in lines]
     assert texts[:3] == ["good news", "warning: bad news", "of two lines"] and len(texts) == 4
     assert texts[3].startswith("warning: Python: file.py:1: UserWarning: slow")
+
+
+@pytest.mark.parametrize(("rank", "environ", "has_bars"), [(0, {}, True), (1, {}, False), (1, {BARS: "0"}, True)])
+def test_one_rank_of_a_program_draws_progress_bars(rank: int, environ: dict[str, str], has_bars: bool) -> None:
+    logging_of = transformers.logging
+    before = logging_of.is_progress_bar_enabled()
+    logging_of.enable_progress_bar()
+    try:
+        leave_bars_to_rank_0(cast("Transport", SimpleNamespace(rank=rank)), environ)
+        assert logging_of.is_progress_bar_enabled() == has_bars
+    finally:
+        if not before:
+            logging_of.disable_progress_bar()

@@ -14,13 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import prompt, tiny
 
-from benchmarks.published import LENT
 from kvr_mpi.compress.compression import Compression, open_compression, size_of
 from kvr_mpi.compress.registry import FLOOR, METHODS, adakv_counts, pyramidkv_weights, share_budget
 from kvr_mpi.compress.scores import KERNEL, recency_scores, top_tokens, window_scores
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import ConfigError
-from kvr_mpi.kv.relay import relay
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel, load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
@@ -131,15 +129,15 @@ def settings_of(method: str, folder: Path | None = None, **more: Any) -> Compres
     return CompressSettings(**values | more)
 
 
-def prefill(compression: Compression, name: str, ranks: int, strategy: str = "kvr", known: int = 0) -> SequenceKV:
+def prefill(compression: Compression, name: str, ranks: int, known: int = 0) -> SequenceKV:
     """What the rank with the last slice has; the prompt is cut evenly, as far as the window allows."""
-    loaded, ids, way = tiny(name), prompt(TOKENS), LENT[strategy]
+    loaded, ids = tiny(name), prompt(TOKENS)
     prepare_model(loaded.model, chain=True)
-    retain, partition = compression.retain(TOKENS, TEXT), way.cut_evenly(TOKENS, ranks, known)
+    retain, partition = compression.retain(TOKENS, TEXT), Partition.even(TOKENS - known, ranks).after(known)
     if retain is not None and retain.window is not None:
         partition = partition.with_last_from(retain.window[0], known)
     options: dict[str, Any] = {"retain": retain, "prefix": compute_prefix(loaded, ids[:known]) if known else None}
-    found = run_local(ranks, lambda rank: prefill_kvr(loaded, ids, partition, rank, way.make or relay, **options))
+    found = run_local(ranks, lambda rank: prefill_kvr(loaded, ids, partition, rank, **options))
     (cache,) = (one.cache for one in found if one.logits is not None)
     assert isinstance(cache, SequenceKV)
     return cache
@@ -193,8 +191,7 @@ def test_what_is_kept_does_not_depend_on_how_a_prompt_was_cut(
     method: str, name: str, compressed: tuple[int, ...]
 ) -> None:
     compression = open_compression(settings_of(method), tiny(name))
-    ways = [(1, "kvr", 0), (2, "kvr", 0), (3, "kvr", 0), (2, "kvr", 9)]
-    ways += [] if tiny(name).shape.has_states else [(2, "ring", 0)]
+    ways = (1, 0), (2, 0), (3, 0), (2, 9)
     truth, *others = [chosen(prefill(compression, name, *way)) for way in ways]
     assert all(one == truth for one in others)
     assert tuple(idx for idx, layer in enumerate(truth) if layer is not None) == compressed == compression.layers

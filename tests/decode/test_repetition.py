@@ -10,7 +10,7 @@ from rows import alone, batch_of, finish, other_prompt, ready
 from transformers import GenerationConfig
 
 from kvr_mpi.decode.batch import DecodeBatch
-from kvr_mpi.decode.repetition import Penalties, PenaltyProcessor, ends_in_repetition
+from kvr_mpi.decode.repetition import Penalties, TokenCounts, ends_in_repetition, penalize
 from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.prefill.finite import likeliest
 
@@ -50,14 +50,16 @@ def test_an_endless_answer_ends_early_unless_that_is_off() -> None:
 
 
 def test_penalties_are_subtracted_as_often_as_a_token_was_written() -> None:
-    process = PenaltyProcessor(Penalties(frequency=0.5, presence=0.25), prompt_tokens=2)
-    ids, logits = [3, 3], torch.zeros(1, 6)
-    found = []
+    """Those of other answers do not count."""
+    answers, logits = [TokenCounts(4), TokenCounts(4), TokenCounts(4)], torch.ones(3, 6)
+    penalties, found = Penalties(frequency=0.5, presence=0.25), []
     for token in (1, 1, 4, 0):
-        found.append(process(torch.tensor([ids]), logits)[0])
-        ids.append(token)
-    assert torch.equal(found[0], logits[0]), "the prompt does not count"
-    assert found[-1].tolist() == [0, -1.25, 0, 0, -0.75, 0]
+        found.append(penalize(logits, penalties, answers) - 1)
+        answers[0].add(token)
+    answers[1].add(5)
+    found.append(penalize(logits, penalties, answers) - 1)
+    assert not found[0].any()
+    assert found[-1].tolist() == [[-0.75, -1.25, 0, 0, -0.75, 0], [0, 0, 0, 0, 0, -0.75], 6 * [0]]
 
 
 def test_a_request_has_penalties_of_its_own() -> None:

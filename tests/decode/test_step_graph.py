@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import weakref
@@ -16,6 +17,7 @@ import pytest
 import rows
 import torch
 from chains import greedy, make_folder
+from models import prompt, tiny
 from rows import (
     Numbers,
     Recording,
@@ -37,6 +39,8 @@ from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.kv.table import PageTable
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import prepare_model
+from kvr_mpi.model.fused import fuse_functions
+from kvr_mpi.model.kernels import give_kernel
 from kvr_mpi.model.tp_group import TensorParallelGroup
 from kvr_mpi.prefill.failure import is_out_of_memory
 from kvr_mpi.prefill.packed import prefill_packed
@@ -86,6 +90,23 @@ def test_replayed_steps_answer_as_those_that_run(
     assert recorders[-1].why_not is None
     assert sum(graph.replays for graph in graphs) > 12, "most steps are not run anew"
     assert len(graphs) < 6, "others join and leave in the same slots"
+
+
+def test_only_recorded_steps_use_fused_functions(graphs: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They launch nothing of their own when they are replayed."""
+    loaded = ready(replace(tiny("llama-gqa"), model=copy.deepcopy(tiny("llama-gqa").model)))
+    fused, found, step = fuse_functions(loaded.model, prompt(8), "eager"), list[tuple[int, bool]](), step_graph.run_step
+    for module, kernel in fused.items():
+        give_kernel(module, kernel)
+
+    def run_step(*given: Any) -> torch.Tensor:
+        found.append((len(graphs), all(kernel.function.is_recorded for kernel in fused.values())))
+        return step(*given)
+
+    monkeypatch.setattr(step_graph, "run_step", run_step)
+    answer(loaded, pages_of(loaded, 64))
+    assert found == [(count + 1, True) for count in range(len(graphs))]
+    assert not any(kernel.function.is_recorded for kernel in fused.values())
 
 
 def test_what_the_host_decides_is_not_recorded(

@@ -114,7 +114,7 @@ def test_what_is_used_of_a_row_is_in_its_hash(tmp_path: Path, field: str) -> Non
     def digest() -> str | None:
         rows = RowFormat(columns=("title",), passed=("label",))
         found = scan_corpus([str(file)], rows=rows, recorded=recorded)
-        assert found.digest(0) == found.read(0).sha256
+        assert found.read(0).sha256.startswith(str(found.digest(0)))
         return found.digest(0)
 
     first = digest()
@@ -237,20 +237,22 @@ def test_a_hundred_tasks_read_the_corpus_once(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_million_rows_need_little_memory(tmp_path: Path) -> None:
-    """A row is a few numbers and its id; here of 100,000."""
-    count = 100_000
+    """A row is a few numbers, its id, and the beginning of its hash if it has results; here of 20,000."""
+    count = 20_000
     with (tmp_path / "a.jsonl").open("w") as stream:
         stream.writelines(f'{{"id": "document-{n:07d}", "text": "words"}}\n' for n in range(count))
     files = list_files([str(tmp_path)])
-    pieces = [index_spans(files, cut_spans(files, CorpusPart(), rank, 4), DEFAULT_ROWS) for rank in range(4)]
+    recorded = np.sort(np.array([hash_id(f"document-{n:07d}") for n in range(count)], np.uint64))
+    spans = [cut_spans(files, CorpusPart(), rank, 4) for rank in range(4)]
+    pieces = [index_spans(files, some, DEFAULT_ROWS, recorded=recorded) for some in spans]
     tracemalloc.start()
     try:
         corpus = Corpus.from_bytes(make_corpus(files, pieces, DEFAULT_ROWS).to_bytes())
         now, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(corpus) == count and corpus.id(77_777) == "document-0077777"
-    assert now < 60 * count and peak < 150 * count
+    assert len(corpus) == len(corpus.index.digested) == count and corpus.id(17_777) == "document-0017777"
+    assert now < 75 * count and peak < 150 * count
 
 
 def test_what_no_model_could_read_is_an_error_and_never_in_memory(tmp_path: Path) -> None:

@@ -52,9 +52,8 @@ def _first_tokens(given: Given, loaded: LoadedModel, ids: list[int]) -> dict[str
     times: dict[str, list[float]] = {"kvr": [], "kvr, not fused": [], "transformers": []}
     for way, taken in list(times.items()) * (REPEATS + 1):
         prepare_model(loaded.model, chain=way != "transformers")
-        for name, kernel in kernels_of(loaded.model).items() if way == "kvr, not fused" else ():
-            if isinstance(kernel, FusedForward):
-                vars(loaded.model.get_submodule(name)).pop(kernel.slot, None)
+        if way == "kvr, not fused":
+            _unfuse(loaded)
         wait_for(given)
         began = time.perf_counter()
         if way == "transformers":
@@ -64,6 +63,13 @@ def _first_tokens(given: Given, loaded: LoadedModel, ids: list[int]) -> dict[str
         wait_for(given)
         taken.append(time.perf_counter() - began)
     return {way: statistics.median(taken[1:]) for way, taken in times.items()}
+
+
+def _unfuse(loaded: LoadedModel) -> None:
+    """Use the model's own gates and rotary embeddings until it is prepared again."""
+    for name, kernel in kernels_of(loaded.model).items():
+        if isinstance(kernel, FusedForward):
+            vars(loaded.model.get_submodule(name)).pop(kernel.slot, None)
 
 
 def contexts_of(given: Given) -> tuple[int, ...]:
@@ -79,10 +85,12 @@ def dtype_of(given: Given) -> str:
 def decode_together(given: Given) -> Figures:
     """Milliseconds a step, of sequences of 2048 tokens that are decoded together: each alone, and in pages."""
     loaded = random_model(given)
-    prepare_model(loaded.model, chain=True)
     found: Figures = {"layers": len(loaded.shape.layers), "tokens of each": PROMPT}
     for sequences in (1, 3) if given.is_small else (1, 8, 32, 128):
-        for way in ("own memory", "pages"):
+        for way in ("own memory", "pages", "pages, not fused"):
+            prepare_model(loaded.model, chain=True)
+            if way == "pages, not fused":
+                _unfuse(loaded)
             name = f"{sequences}, {way}"
             try:
                 step_s, why_not = _step_seconds(given, loaded, sequences, way)

@@ -22,7 +22,7 @@ from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.kv import attention, flex
 from kvr_mpi.kv.attention import AttentionParams, attend
 from kvr_mpi.kv.pool import PAGE_ROWS, Pool
-from kvr_mpi.kv.relay import relay
+from kvr_mpi.kv.relay import Relay
 from kvr_mpi.kv.rolling import Rolling
 from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel, probe_shape
@@ -203,7 +203,7 @@ def test_layers_that_wait_for_their_counts_are_planned_with(gpu: PretendedCuda) 
 
     prefill_whole(loaded, prompt(400), reserve_tokens=4, retain=replace(retain, choose=watched))
     footprint = replace(footprint_of(loaded.model.config, loaded.dtype, on_gpu=True), activations=lambda *given: 0)
-    need = footprint.route_bytes(relay(Partition((0, 400)), 0), reserve_tokens=4, drop=drop) - drop.choosing_bytes
+    need = footprint.slice_bytes(Relay(Partition((0, 400)), 0), reserve_tokens=4, drop=drop) - drop.choosing_bytes
     layer_bytes = 404 * loaded.shape.kv_bytes_per_token // 8
     assert need - layer_bytes < max(held) <= need
 

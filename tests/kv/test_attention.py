@@ -116,8 +116,3 @@ def test_parts_in_the_models_dtype_lose_little(dtype: torch.dtype) -> None:
     assert merged.out.dtype == merged.lse.dtype == parts[0].lse.dtype == torch.float32
     assert error(merged.out) <= 1.5 * error(whole.out)
     assert error(merged.out) < error(rounded.out), "rounding at every merge would show"
-    after = parts[0]
-    for part in parts[1:]:
-        after = after.merge(PartialAttention(part.out[:, :, 10:], part.lse[:, :, 10:]), 10)
-    torch.testing.assert_close(after.out[:, :, 10:], merged.out[:, :, 10:])
-    assert torch.equal(after.out[:, :, :10], parts[0].out[:, :, :10].float()), "the queries before are as they were"

@@ -12,53 +12,58 @@ from models import tiny
 
 from kvr_mpi.events import Span
 from kvr_mpi.kv.clock import Clock
-from kvr_mpi.kv.loading import LAYERS_AHEAD, LAYERS_KEPT, LoadedLayers
 from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.prefill.one_prompt import own_pool
 
 
+class Stored:
+    """A sequence whose layers are read from here, all of whose elements are the layer's number."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.loaded, self.read, self.damage = tiny("llama-gqa"), list[int](), [OSError("damaged")]
+        self.elements, self.is_ahead = self.loaded.shape.layers[0].elements, threading.Event()
+        pool = own_pool(self.loaded)
+        pool.device = pool.device if device is None else device
+        self.sequence = SequenceKV(self.loaded, pool, 2, length=2, stop=2, source="a file", read=self.load)
+
+    def load(self, number: int) -> torch.Tensor:
+        assert threading.current_thread().name.startswith("kvr-loading")
+        self.read.append(number)
+        if number == 1:
+            self.is_ahead.set()
+        if number == 2 and self.damage:
+            raise self.damage.pop()
+        return torch.full((2, self.elements), float(number))
+
+
 def test_layers_are_read_ahead_once_and_forgotten() -> None:
     """What reading raises comes out where the layer is asked for, and whoever asks again may have more luck."""
-    read, damage, is_ahead = list[int](), ["damaged"], threading.Event()
-
-    def load(number: int) -> torch.Tensor | None:
-        assert threading.current_thread().name.startswith("kvr-loading")
-        read.append(number)
-        if number == LAYERS_AHEAD:
-            is_ahead.set()
-        if number == 20 and damage:
-            raise OSError(damage.pop())
-        return None if number == 5 else torch.full((2, 3), float(number))
-
-    layers = LoadedLayers(40, load)
-    assert layers[0] is not None and is_ahead.wait(30), "the next ones are read before they are asked for"
-    for number in range(40):
-        if number == 20:
-            with pytest.raises(OSError, match="damaged"):
-                layers[number]
+    stored = Stored()
+    stored.sequence.open(0)
+    assert stored.is_ahead.wait(30), "the next ones are read before they are asked for"
+    for number in range(2):
         for _ in range(3):  # prompts of one row
-            rows = layers[number]
-            assert rows is None if number == 5 else rows is not None and float(rows[0, 0]) == number
-    assert read.count(20) == 2 and read.count(39) == 1, "what has failed again, the others once"
-    assert list(dict.fromkeys(read)) == list(range(40)), "in order"
-    assert layers[0] is not None and len(layers._layers) <= LAYERS_AHEAD + LAYERS_KEPT + 1
-    assert read[41] == 0, "another prompt begins anew"
+            assert all(rows.eq(number).all() for rows in stored.sequence.rows(number, 0, 2))
+    with pytest.raises(OSError, match="damaged"):
+        stored.sequence.open(2)
+    assert all(rows.eq(2).all() for rows in stored.sequence.rows(2, 0, 2))
+    assert stored.read == [0, 1, 2, 2], "in order, and what has failed again"
+    stored.sequence.unload()
+    assert not stored.sequence.pool.blocks
+    assert all(rows.eq(1).all() for rows in stored.sequence.rows(1, 0, 2)), "read again"
+    stored.sequence.release()
+    assert not stored.sequence.pool.blocks
 
 
-@pytest.mark.parametrize("device", [torch.device("cuda", 3), torch.device("cpu"), None])
-def test_layers_for_a_gpu_are_read_into_page_locked_memory(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+def test_layers_for_a_gpu_are_read_into_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a thread that says which GPU is its own; no GPU is here."""
     told = list[tuple[str, Any]]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: told.append((threading.current_thread().name, gpu)))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: told.append(("locked", rows.shape)) or rows)
-    loaded = tiny("llama-gqa")
-    layers = LoadedLayers(3, lambda number: torch.full((2, loaded.shape.layers[0].elements), 1.0 + number), device)
-    prefix = SequenceKV(loaded, own_pool(loaded), 2, length=2, stop=2, read=layers.__getitem__)
-    for number in range(3):
-        prefix.open(number)
-    assert all(rows.eq(3.0).all() for rows in prefix.rows(2, 0, 2))
-    is_gpu = device is not None and device.type == "cuda"
-    assert told == ([("kvr-loading_0", device), *[("locked", (2, 32))] * 3] if is_gpu else [])
+    stored = Stored(gpu := torch.device("cuda", 3))
+    assert stored.sequence._read_layer(0) is not None and stored.sequence._read_layer(1) is not None
+    stored.sequence.release()
+    assert told[:3] == [("kvr-loading_0", gpu), *[("locked", (2, stored.elements))] * 2]
 
 
 def test_waits_are_told_apart_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvr_mpi.kv.row import Row
 from kvr_mpi.model import LoadedModel
-from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, FusedFunction, fuse_functions
+from kvr_mpi.model.fused import TRIAL_TOKENS, FusedForward, FusedFunction, fuse_functions, fused_in_graph
 from kvr_mpi.model.kernels import give_kernel, kernels_of
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import allowed_error, error_share
@@ -94,10 +94,13 @@ def test_prefills_run_what_is_compiled_and_steps_do_not(name: str, dtype: torch.
     chunked = prefill_kvr(loaded, ids, Partition((0, 900)), LocalTransport(), chunk_tokens=300)
     assert backend.ran == 3 * (2 * layers - 1)
     backend.ran = 0
-    packed, other = prefill_packed(loaded, [ids, prompt(40)], reserve_tokens=1)
+    packed, other = prefill_packed(loaded, [ids, prompt(40)], reserve_tokens=2)
     assert backend.ran == 2 * layers
-    decode_packed(loaded, Row([packed.cache, other.cache]), [3, 4])
+    decode_packed(loaded, row := Row([packed.cache, other.cache]), [3, 4])
     assert backend.ran == 2 * layers
+    with fused_in_graph(loaded.model):
+        decode_packed(loaded, row, [3, 4])
+    assert backend.ran == 4 * layers
     gates(*torch.ones(2, 1, 900, 7, dtype=dtype))
     for found in (chunked.logits, packed.logits):
         assert found is not None and error_share(found, truth) <= allowed_error(dtype)

@@ -16,7 +16,7 @@ from models import VOCAB, prompt, tiny
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv import chain
-from kvr_mpi.kv.relay import in_two_groups, relay, relays
+from kvr_mpi.kv.relay import Relay, in_two_groups, join_ranges, relays
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import self_check
@@ -32,8 +32,8 @@ def test_chunks_end_at_the_same_tokens_however_the_prompt_is_cut() -> None:
     (after,) = all_ranks(loaded, ids, (0, 70), chunk_tokens=16, prefix=compute_prefix(loaded, ids[:21]))
     (whole,) = all_ranks(loaded, ids, (0, 70), chunk_tokens=16)
     (alone,), (beyond,) = (relays(Partition((0, 70)), known, 16) for known in (0, 21))
-    assert beyond.chunks == (((21, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
-    assert alone.chunks[1:] == (((16, 32),), ((32, 48),), ((48, 64),), ((64, 70),))
+    assert beyond.chunks == [(21, 32), (32, 48), (48, 64), (64, 70)]
+    assert alone.chunks[1:] == [(16, 32), (32, 48), (48, 64), (64, 70)]
     torch.testing.assert_close(after.logits, whole.logits, atol=1e-4, rtol=0)
 
 
@@ -64,11 +64,11 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
     def chosen(asked: Any, free_bytes: int) -> int | None:
         def fits(chunk_tokens: int | None) -> bool:
             routes = relays(partition, 0, chunk_tokens)
-            return max(footprint.route_bytes(one) for one in routes) <= free_bytes
+            return max(footprint.slice_bytes(one) for one in routes) <= free_bytes
 
         return choose_chunks(asked, footprint, fits)
 
-    needs = {size: max(map(footprint.route_bytes, relays(partition, 0, size))) for size in (None, 2048, 512)}
+    needs = {size: max(map(footprint.slice_bytes, relays(partition, 0, size))) for size in (None, 2048, 512)}
     assert needs[None] > needs[2048] > needs[512]
     assert chosen("auto", needs[None]) is None
     assert chosen("auto", needs[None] - 1) == 2048
@@ -82,16 +82,15 @@ def test_memory_decides_on_chunks_only_where_it_is_short() -> None:
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=9), st.sampled_from([None, 1, 7, 16]))
 def test_two_groups_cover_all_once(lengths: list[int], chunk_tokens: int | None) -> None:
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    route = relay(Partition(tuple(bounds)), len(lengths) - 1, chunk_tokens=chunk_tokens)
-    groups, tokens = in_two_groups(route.steps), route.owned[0][0]
+    relay = Relay(Partition(tuple(bounds)), len(lengths) - 1, chunk_tokens=chunk_tokens)
+    groups, tokens = in_two_groups(relay.received), relay.own[0]
     assert len(groups) <= 2
-    assert [segment for group in groups for segment in group.segments] == [
-        segment for step in route.steps for segment in step.segments
-    ]
-    ranges = sorted(each for group in groups for each in group.ranges)
+    assert [segment for group in groups for segment in group] == relay.received
+    joined = [join_ranges([segment.bounds for segment in group]) for group in groups]
+    ranges = sorted(each for group in joined for each in group)
     assert ranges[0][0] == 0 and ranges[-1][1] == tokens
     assert all(one[1] == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
-    assert len(groups) == 1 or 2 * sum(last - first for first, last in groups[0].ranges) >= tokens
+    assert len(groups) == 1 or 2 * sum(last - first for first, last in joined[0]) >= tokens
     # Of each group what is nearer than the rank it ends in, and some chunks of that one.
     assert len(ranges) <= (2 if chunk_tokens is None else 4)
 

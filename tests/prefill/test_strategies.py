@@ -17,7 +17,6 @@ from models import STATES, VOCAB, WHOLE, prompt, tiny
 from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv import buffers
-from kvr_mpi.kv.relay import relay
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -28,33 +27,25 @@ from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 RING = LENT["ring"]
-SHARING = [name for name, strategy in LENT.items() if strategy.make is not None]
+RIVALS = [name for name, strategy in LENT.items() if strategy.exchange is not None]
 KVR_CUT = Partition((0, 20, 40, 50, 64))
 
 
 # A length that the ranks divide, and two that they do not.
-@pytest.mark.parametrize(
-    ("size", "tokens", "known"), [(2, 61, 0), (3, 60, 9), pytest.param(4, 67, 9, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("size", "tokens"), [(1, 20), (2, 61), (3, 60), pytest.param(4, 67, marks=pytest.mark.long)])
 @pytest.mark.parametrize("is_published", [False, True])
-@pytest.mark.parametrize("name", SHARING)
-def test_strategies_equal_one_process_behind_a_prefix(
-    name: str, is_published: bool, size: int, tokens: int, known: int
-) -> None:
-    """As jobs run them, and as published: a baseline that computes something else would prove nothing."""
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_equal_one_process(name: str, is_published: bool, size: int, tokens: int) -> None:
+    """With our cut of the last layer, and as published: a baseline that computes something else would prove nothing."""
     strategy = (PUBLISHED if is_published else LENT)[name]
-    cut = strategy.cut_evenly(tokens, size, known)
-    owned = [stretch for one in strategy.routes(cut, known) for stretch in one.owned]
-    assert sum(stop - start for start, stop in owned) == tokens - known
+    cut, decodes = strategy.cut_evenly(tokens, size), 0 if name == "ring" else size - 1
     for model in ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gemma2-softcap", "gpt-oss-sinks"):
         loaded, ids = tiny(model), prompt(tokens)
         truth = continued(loaded.model, single(loaded, ids), NEW_TOKENS)
         prepare_model(loaded.model, chain=True)
-        prefix = compute_prefix(loaded, ids[:known]) if known else None
-        options: dict[str, Any] = {"prefix": prefix, "last": 1, "reserve_tokens": NEW_TOKENS}
-        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, strategy.make, **options))  # noqa: B023
-        assert [at for at, rank in enumerate(ranks) if rank.logits is not None] == [1]
-        found = continued(loaded.model, ranks[1], NEW_TOKENS)
+        ranks = run_local(size, lambda rank: strategy.prefill(loaded, ids, cut, rank, NEW_TOKENS))  # noqa: B023
+        assert [at for at, rank in enumerate(ranks) if rank.logits is not None] == [decodes]
+        found = continued(loaded.model, ranks[decodes], NEW_TOKENS)
         assert first_difference(differences(found, truth), allowed_error(torch.float32)) is None, model
         assert found.tokens == truth.tokens, model
 
@@ -64,9 +55,9 @@ def test_what_crosses_the_links() -> None:
     loaded, tokens, size = tiny("llama-gqa"), 64, 4
     ids, row = prompt(tokens), loaded.shape.kv_bytes_per_token
     prepare_model(loaded.model, chain=True)
-    for name in SHARING:
+    for name in ("kvr", *RIVALS):
         cut = KVR_CUT if name == "kvr" else LENT[name].cut_evenly(tokens, size)
-        ranks = run_local(size, lambda rank: prefill_kvr(loaded, ids, cut, rank, LENT[name].make))  # noqa: B023
+        ranks = run_local(size, lambda rank: LENT[name].prefill(loaded, ids, cut, rank))  # noqa: B023
         sent = [rank.sent_bytes // row for rank in ranks]
         assert sent == [20, 40, 50, 0] if name == "kvr" else sum(sent) == (size - 1) * tokens, name
 
@@ -91,16 +82,15 @@ def test_what_rivals_cannot_run_is_refused_by_name() -> None:
 
 LAYERS = 3
 PLAIN = ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gpt-oss-sinks")
-# The others hand on states, or take neither chunks nor rings.
+# The others hand on states, or take no chunks.
 MODELS = (*PLAIN, *STATES, *WHOLE)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, which strategy runs it, how it is cut, and who fails where."""
+    """One prompt, how it is cut, and who fails where."""
 
     model: str
-    strategy: str
     ids: tuple[int, ...]
     partition: Partition
     last: int
@@ -118,14 +108,12 @@ def draw_prompts(count: int, size: int, seed: int, *, failing: float) -> list[Pr
         ids = tuple(range(1, 11)) + tuple(draw.randrange(VOCAB) for _ in range(tokens - 10))
         prefix_tokens = 10 if draw.random() < 0.5 else 0
         model = draw.choice(MODELS)
-        strategy = draw.choice(["kvr", "ring"]) if model in PLAIN else "kvr"
-        slices = 2 * size if strategy == "ring" else size
-        inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), slices - 1))
+        inner = sorted(draw.sample(range(prefix_tokens + 1, tokens), size - 1))
         failed = draw.sample(range(size), draw.choice([1, 1, min(2, size), size]))
         fails = {rank: draw.randrange(-1, LAYERS) for rank in failed} if draw.random() < failing else {}
         partition, last = Partition((0, *inner, tokens)), draw.randrange(size)
-        chunk_tokens = draw.choice([None, 5, 16]) if strategy == "kvr" and model in PLAIN else None
-        prompts.append(Prompt(model, strategy, ids, partition, last, prefix_tokens, fails, chunk_tokens))
+        chunk_tokens = draw.choice([None, 5, 16]) if model in PLAIN else None
+        prompts.append(Prompt(model, ids, partition, last, prefix_tokens, fails, chunk_tokens))
     return prompts
 
 
@@ -184,7 +172,6 @@ def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tens
             each.ids,
             each.partition,
             chain,
-            LENT[each.strategy].make or relay,
             prefix=prefixes[each.model] if each.prefix_tokens else None,
             last=each.last,
             forwarder=forwarder,
@@ -233,18 +220,17 @@ class _Met:
         return all(message is not self.message for message in list(self.mailbox))
 
 
-def test_a_ring_whose_ranks_all_run_out_of_memory_does_not_stand_still() -> None:
+def test_a_chain_whose_ranks_all_run_out_of_memory_does_not_stand_still() -> None:
     """None of them has room for more than a few segments, and none can send before the next one receives."""
     loaded, ids = tiny("llama-gqa"), prompt(60)
     prepare_model(loaded.model, chain=True)
-    cut, failing = RING.cut_evenly(60, 5), Failing()
+    cut, failing = Partition.even(60, 5), Failing()
 
     def work(rank: LocalTransport) -> str | None:
         failing.layer = -1
-        ranks, make = Rendezvous(rank._hub, rank.rank), RING.make or relay
-        return prefill_kvr(loaded, ids, cut, ranks, make, last=2, spares_chain=True).error
+        return prefill_kvr(loaded, ids, cut, Rendezvous(rank._hub, rank.rank), last=2, spares_chain=True).error
 
     with failing.installed(("llama-gqa",)):
         errors = run_local(5, work)
     assert all(error is not None and "ran out of memory with a slice of 12" in error for error in errors)
-    assert errors[2] is not None and "rank 2, 3, 4, 0, 1 of the 5 in its chain ran out" in errors[2]
+    assert errors[2] is not None and "rank 3, 4, 0, 1, 2 of the 5 in its chain ran out" in errors[2]

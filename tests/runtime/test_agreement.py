@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from chains import rival
 from hypothesis import given
 from hypothesis import strategies as st
 from models import prompt, tiny
@@ -26,9 +25,8 @@ from kvr_mpi.transport.local import run_local
 TOKENS = 48
 
 
-@pytest.mark.parametrize("strategy", ["kvr", "ring"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_with_another_prompt_of_the_same_length_is_found(strategy: str, rank: int) -> None:
+def test_a_rank_with_another_prompt_of_the_same_length_is_found(rank: int) -> None:
     loaded, ids = tiny("llama-gqa"), prompt(TOKENS)
     prepare_model(loaded.model, chain=True)
 
@@ -36,10 +34,7 @@ def test_a_rank_with_another_prompt_of_the_same_length_is_found(strategy: str, r
         mine = [*ids[:-20], (ids[-20] + 1) % 50, *ids[-19:]] if chain.rank == rank else ids
         options: Any = {"spares_chain": True, "last": 2}
         try:
-            if strategy == "kvr":
-                prefill_kvr(loaded, mine, Partition.even(TOKENS, chain.size), chain, **options)
-            else:
-                rival("ring", loaded, mine, chain, lends=True, **options)
+            prefill_kvr(loaded, mine, Partition.even(TOKENS, chain.size), chain, **options)
         except AgreementError as error:
             return str(error)
         return ""

@@ -18,7 +18,7 @@ from kvr_mpi.compress.planned_drop import planned_drop
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import DocumentError
-from kvr_mpi.kv.relay import relay
+from kvr_mpi.kv.relay import Relay
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of, ranks_that_fit
@@ -47,15 +47,15 @@ def test_activations_are_counted_and_grow_with_the_slice(name: str) -> None:
 def test_the_last_rank_keeps_everything_and_what_does_not_fit_is_refused_with_the_ranks_that_would_do() -> None:
     loaded = tiny("llama-gqa")
     footprint, kv_bytes = footprint_of(loaded.model.config, loaded.dtype), loaded.shape.kv_bytes_per_token
-    first, last = (footprint.route_bytes(relay(Partition((0, 600, 1000)), rank), reserve_tokens=24) for rank in (0, 1))
+    first, last = (footprint.slice_bytes(Relay(Partition((0, 600, 1000)), rank), reserve_tokens=24) for rank in (0, 1))
     layer_bytes = 1000 * kv_bytes // 3  # the last one's buffer, before it is released
     assert last == 1024 * kv_bytes + layer_bytes + footprint.activation_bytes(400)
     assert first <= 600 * kv_bytes + footprint.activation_bytes(600)
     partition = Partition.even(4096, 2)
-    need = max(footprint.route_bytes(relay(partition, rank)) for rank in (0, 1))
+    need = max(footprint.slice_bytes(Relay(partition, rank)) for rank in (0, 1))
     check_fits(footprint, partition, [need, need], 0)
-    assert ranks_that_fit(lambda cut, rank: footprint.route_bytes(relay(cut, rank)), 4096, need) == 2
-    alone = footprint.route_bytes(relay(Partition((0, 4096)), 0))
+    assert ranks_that_fit(lambda cut, rank: footprint.slice_bytes(Relay(cut, rank)), 4096, need) == 2
+    alone = footprint.slice_bytes(Relay(Partition((0, 4096)), 0))
     with pytest.raises(DocumentError, match=r"4096 tokens does not fit: rank 0 of 1 needs .* 2 ranks would be enough"):
         check_fits(footprint, Partition((0, 4096)), [(alone + need) // 2], 0)
     with pytest.raises(DocumentError, match="more ranks would not help, since the last one keeps them all"):
@@ -70,9 +70,9 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
     footprint, partition = footprint_of(loaded.model.config, loaded.dtype), Partition.even(tokens, ranks)
     own = {"window": 12} if METHODS[method].observes else {}
     compression = open_compression(CompressSettings.model_validate({"method": method, "budget": 30, **own}), loaded)
-    drop, last = compression.planned_drop(tokens, text), relay(partition, ranks - 1)
-    need = footprint.route_bytes(last, reserve_tokens=8, drop=drop)
-    others = max([need, *(footprint.route_bytes(relay(partition, rank)) for rank in range(ranks - 1))])
+    drop, last = compression.planned_drop(tokens, text), Relay(partition, ranks - 1)
+    need = footprint.slice_bytes(last, reserve_tokens=8, drop=drop)
+    others = max([need, *(footprint.slice_bytes(Relay(partition, rank)) for rank in range(ranks - 1))])
     check_fits(footprint, partition, [others] * (ranks - 1) + [need], 8, drop=drop)
     for refused in ({"drop": drop, "free": need - 1}, {"drop": None, "free": need}):
         with pytest.raises(DocumentError, match=f"does not fit: rank {ranks - 1} of {ranks}"):
@@ -87,7 +87,7 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
 
     options: Any = {"retain": replace(retain, choose=watched), "reserve_tokens": 8}
     found = run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(tokens), partition, rank, **options))
-    cache, activations = found[-1].cache, footprint.activation_bytes(tokens - last.owned[0][0])
+    cache, activations = found[-1].cache, footprint.activation_bytes(tokens - last.own[0])
     choosing = int(footprint.heap_share * drop.choosing_bytes)
     assert cache.nbytes < max(held) <= need - activations - choosing < tokens * loaded.shape.kv_bytes_per_token
     if ranks == 1:

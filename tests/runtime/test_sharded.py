@@ -44,10 +44,12 @@ def test_a_rank_that_stores_its_shard_leaves_the_record_to_another(tmp_path: Pat
     writer = new_writer(tmp_path)
     nothing: Any = None
     progress: Any = SimpleNamespace(logger=SILENT)
-    setup: Any = SimpleNamespace(
-        spec=SimpleNamespace(output=SimpleNamespace(kv="sharded")), loaded=SimpleNamespace(part=None)
+    session: Any = SimpleNamespace(
+        spec=SimpleNamespace(output=SimpleNamespace(kv="sharded")),
+        loaded=SimpleNamespace(part=None),
+        ranks=SimpleNamespace(tells=True),
     )
-    ResultSink(setup, writer, nothing, progress).write_shard(record("a"), shard, prompt)
+    ResultSink(session, writer, nothing, progress).write_shard(record("a"), shard, prompt)
     writer.close()
     found = survey(tmp_path)
     assert not found.records and [list(pieces) for _, pieces in found.volumes.values()] != []

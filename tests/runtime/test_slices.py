@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +27,14 @@ from kvr_mpi.runtime.chain_runner import Beginning
 from kvr_mpi.runtime.plan import Way
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.prompt import Prompt
+from kvr_mpi.store.kv import Piece
+from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.tuning.table import Table
 
 RATES = Rates(1e-6, 1e-9)
 
 
-def chain_of(size: int, **setup: Any) -> Any:
+def chain_of(size: int, **session: Any) -> Any:
     """A chain of so many ranks, with a byte for each token, and 1000 for activations."""
     usual: dict[str, Any] = {
         "spec": SimpleNamespace(
@@ -43,17 +46,18 @@ def chain_of(size: int, **setup: Any) -> Any:
         ),
         "loaded": SimpleNamespace(attends_in_parts=True, shape=SimpleNamespace(check_ids=lambda ids: None)),
         "footprint": SimpleNamespace(
-            activation_bytes=lambda tokens: 1000, route_bytes=lambda route, **given: 0, takes_chunks=False
+            activation_bytes=lambda tokens: 1000, slice_bytes=lambda route, **given: 0, takes_chunks=False
         ),
         "kv_bytes": lambda tokens: tokens,
         "retain_of": lambda prompt: None,
         "pool": SimpleNamespace(is_paged=False),
         **{"free_bytes": [9999] * size, "rates": [], "prefixes": ()},
         **dict.fromkeys(("compression", "rolling", "table")),
+        "logger": SILENT,
     }
     chain = SimpleNamespace(size=size)
     return SimpleNamespace(
-        setup=SimpleNamespace(**usual | setup), chain=chain, first_rank=0, pack_tokens=2048, beginning=None
+        session=SimpleNamespace(**usual | session), chain=chain, first_rank=0, pack_tokens=2048, beginning=None
     )
 
 
@@ -61,7 +65,7 @@ def cut_over(
     size: int, rates: Sequence[Rates], table: Table | None = None, logger: RankLogger = SILENT
 ) -> Callable[[int, int, int], Partition]:
     """How a chain of so many ranks cuts: takes new tokens, the rank that decodes, and known tokens."""
-    planner = Planner(chain_of(size, rates=list(rates), table=table), logger)
+    planner = Planner(chain_of(size, rates=list(rates), table=table, logger=logger))
     return lambda tokens, decode_rank, known: planner.cut(known + tokens, known, decode_rank)
 
 
@@ -110,13 +114,26 @@ def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) ->
     """What its prompts keep and need; the beginning only while it is not in memory."""
     for loaded in changed.values():
         loaded.shape = SimpleNamespace(check_ids=lambda ids: None)
-    planner = Planner(chain := chain_of(5, **changed), SILENT)
+    planner = Planner(chain := chain_of(5, **changed))
     plan = planner.plan(prompt_of(305, 300), 1)
     assert plan.way is Way.AFTER_SHARED and plan.before is not None and plan.before.way is Way.ALONE
     assert plan.kept == {1: 300 + own} and plan.needs == [0, 300 + own + 1000, 0, 0, 0]
     chain.beginning = Beginning(plan.beginning, 1)
     again = planner.plan(prompt_of(305, 300), 0)
     assert again.kept == {1: own} and again.needs == [0, own + 1000, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("page_bytes", "own"), [(None, 90 + 5 + 4), (3, 90 + 5 + 4 + 2 * 3)])
+def test_a_question_about_a_compressed_document_is_planned_with_what_is_stored(
+    page_bytes: int | None, own: int
+) -> None:
+    pool = SimpleNamespace(is_paged=page_bytes is not None, nbytes=5000, page_bytes=page_bytes)
+    stored = StoredPrefix("a", (Piece("a", "kv.h5", 90, ""),), 300, "kvzip")
+    prefix = SimpleNamespace(length=300, compression="kvzip", is_stored=True)
+    chain = chain_of(2, pool=pool)
+    chain.open_stored = lambda prompt: prefix
+    plan = Planner(chain).plan(replace(prompt_of(305), stored=stored), 1)
+    assert plan.way is Way.ALONE and plan.kept == {1: own} and plan.needs == [0, own + 1000]
 
 
 def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
@@ -127,8 +144,8 @@ def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
         chunk_tokens="auto",
         generation=SimpleNamespace(max_new_tokens=4),
     )
-    assert Planner(chain_of(2), SILENT).plan(prompt_of(997), 0).kept == {0: 1001}
-    sharded = Planner(chain_of(2, spec=spec), SILENT)
+    assert Planner(chain_of(2)).plan(prompt_of(997), 0).kept == {0: 1001}
+    sharded = Planner(chain_of(2, spec=spec))
     assert sharded.plan(prompt_of(997), 0).kept == {0: 501, 1: 501}
     with pytest.raises(DocumentError, match="1 tokens cannot be spread over 2 ranks"):
         sharded.plan(prompt_of(1), 0)
@@ -138,24 +155,24 @@ def test_memory_to_distribute_heads_is_planned() -> None:
     """Each rank's part of all prompts, and another prompt on the way; of three heads, one of two ranks gets two."""
     sharing = PlacedHeads(DecodeSection(mode="head-parallel", placement="static"), layers=2, kv_heads=3)
     chain = chain_of(2, free_bytes=[1000, 1000], sharing=sharing)
-    planner = Planner(chain, SILENT, shares_heads=True)
+    planner = Planner(chain, shares_heads=True)
     assert planner.fits_shared([600, 600], 200) and not planner.fits_shared([600, 600], 201)
     assert planner.fits_shared([900, 0], 100) and not planner.fits_shared([900, 0], 101)
-    assert Planner(chain, SILENT).fits_shared([600, 600], 201)
+    assert Planner(chain).fits_shared([600, 600], 201)
 
 
 def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 1000,
-        route_bytes=lambda route, **given: 20 * max(stop - start for chunk in route.chunks for start, stop in chunk),
+        slice_bytes=lambda relay, **given: 20 * max(stop - start for start, stop in relay.chunks),
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
-    planner = Planner(chain_of(1, footprint=footprint), SILENT)
+    planner = Planner(chain_of(1, footprint=footprint))
     whole, chunked = planner.plan(prompt_of(400), 0), planner.plan(prompt_of(800), 0)
     assert (whole.way, chunked.way, chunked.chunk_tokens) == (Way.ALONE, Way.CHAIN, 256)
     with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
-        Planner(chain_of(1, footprint=footprint, free_bytes=[20]), SILENT).plan(prompt_of(400), 0)
+        Planner(chain_of(1, footprint=footprint, free_bytes=[20])).plan(prompt_of(400), 0)
 
 
 def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
@@ -164,7 +181,7 @@ def test_a_document_that_fits_only_in_chunks_is_answered_as_ever(
     truth, model = run_job(1).records, load_model(str(load(job).model.path), dtype="float32", cache_dir=tmp_path)
     footprint, longest = footprint_of(model.model.config, model.dtype), max(one.prompt_tokens for one in truth.values())
     (whole,), (chunked,) = (relays(Partition((0, longest)), 0, chunk) for chunk in (None, 128))
-    least, most = (footprint.route_bytes(one, reserve_tokens=8) for one in (chunked, whole))
+    least, most = (footprint.slice_bytes(one, reserve_tokens=8) for one in (chunked, whole))
     tight = run_job(1, f"parallel.memory_gib={(least + most) / 2 / GIB:.9f}")
     assert tight.tokens == {name: record.token_ids for name, record in truth.items()}
 
@@ -174,12 +191,12 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
     """Also for whole slices, where chunks would need less."""
     fits = dropped == 300 and free == 104
 
-    def route_bytes(route: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
-        return (404 if len(route.chunks) == 1 or not fits else 104) - (drop.kv_bytes if drop else 0)
+    def slice_bytes(relay: Any, drop: PlannedDrop | None = None, **given: Any) -> int:
+        return (404 if len(relay.chunks) == 1 or not fits else 104) - (drop.kv_bytes if drop else 0)
 
     footprint = SimpleNamespace(
         activation_bytes=lambda tokens: 0,
-        route_bytes=route_bytes,
+        slice_bytes=slice_bytes,
         takes_chunks=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
@@ -189,9 +206,9 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
         chain = chain_of(size, footprint=footprint, compression=compression, free_bytes=[free] * size)
         if not fits:
             with pytest.raises(DocumentError, match="a prompt of 400 tokens does not fit"):
-                Planner(chain, SILENT).plan(prompt_of(400), 0)
+                Planner(chain).plan(prompt_of(400), 0)
             continue
-        plan = Planner(chain, SILENT).plan(prompt_of(400), 0)
+        plan = Planner(chain).plan(prompt_of(400), 0)
         assert plan.kept == {0: 104} and plan.needs is not None and max(plan.needs) == 104
         assert plan.way is (Way.ALONE if size == 1 else Way.CHAIN) and plan.chunk_tokens is None
 
@@ -202,4 +219,4 @@ def test_a_prompt_with_ids_that_the_model_lacks_is_refused() -> None:
 
     loaded = SimpleNamespace(shape=SimpleNamespace(check_ids=refuse))
     with pytest.raises(DocumentError, match="no id 2"):
-        Planner(chain_of(1, loaded=loaded), SILENT).plan(prompt_of(3), 0)
+        Planner(chain_of(1, loaded=loaded)).plan(prompt_of(3), 0)

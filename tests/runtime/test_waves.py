@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvr_mpi.documents import Document
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.events import Events
 from kvr_mpi.runtime.leader import Leader
 from kvr_mpi.runtime.plan import EndPrefill, Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
@@ -164,15 +165,11 @@ def test_a_part_that_does_not_fit_fails_its_document_once() -> None:
         take_document=left.pop,
         work_of=lambda number: 1,
     )
-    context: Any = SimpleNamespace(
-        source=source,
-        sink=SimpleNamespace(write_record=lambda record, work: written.append(record)),
-        stop=SimpleNamespace(
-            announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True, is_over=False
-        ),
-        events=SimpleNamespace(begin=lambda *words: None),
+    sink: Any = SimpleNamespace(write_record=lambda record, work: written.append(record))
+    stop: Any = SimpleNamespace(
+        announce=lambda: None, listen=lambda: None, has_time_for=lambda seconds: True, is_over=False
     )
-    leader = Leader(planner, queue, context)
+    leader = Leader(planner, queue, source, sink, stop, Events())
     leader.begin_wave([Held()], [])
     first = leader.next_message(0)
     assert isinstance(first, Plan) and first.prompt.part == 0

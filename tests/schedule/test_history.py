@@ -16,6 +16,8 @@ from made_tables import a_table
 from kvr_mpi.events import Totals
 from kvr_mpi.job import JobSpec
 from kvr_mpi.runtime import outcome
+from kvr_mpi.runtime.job_ranks import JobRanks
+from kvr_mpi.runtime.session import Machine
 from kvr_mpi.schedule.history import (
     KEPT_JOBS,
     History,
@@ -128,10 +130,13 @@ def test_a_job_leaves_what_it_took_for_the_next(tmp_path: Path, monkeypatch: pyt
 
     def keeps(seconds: float, **more: Any) -> Any:
         spec = JobSpec.model_validate(job | more)
-        setup: Any = SimpleNamespace(once_s=5.0, spec=spec, loaded=loaded, frame=frame, costs=None)
-        return outcome.keep_outcome(
-            setup, LocalTransport(), done, seconds, 8.0, tmp_path, logger_to(said, logging.DEBUG)
-        )
+        here = {
+            "machine": Machine(tmp_path),
+            "ranks": JobRanks(LocalTransport(), LocalTransport()),
+            "logger": logger_to(said, logging.DEBUG),
+        }
+        session: Any = SimpleNamespace(once_s=5.0, spec=spec, loaded=loaded, frame=frame, costs=None, **here)
+        return outcome.keep_outcome(session, done, seconds, 8.0)
 
     several = {"template": {"a": "{text} a", "b": "{text} b"}}
     assert keeps(3.0) is None and keeps(300.0, prompt=several) is None

@@ -11,7 +11,9 @@ import pytest
 from made_corpora import write_lines
 from made_runs import HEADER, corpus_of, record, take, write
 
-from kvr_mpi.documents import scan_corpus
+from kvr_mpi.job import make_job
+from kvr_mpi.logs import RankLogger
+from kvr_mpi.runtime.indexing import index_job
 from kvr_mpi.store import kv_writer, places, results
 from kvr_mpi.store.folder import survey
 from kvr_mpi.store.kv import Piece
@@ -21,7 +23,8 @@ from kvr_mpi.store.places import Place, Records
 from kvr_mpi.store.record import record_values
 from kvr_mpi.store.results import Results
 from kvr_mpi.store.rewrite import finish_run
-from kvr_mpi.store.run import hash_recorded, open_run
+from kvr_mpi.store.run import open_run
+from kvr_mpi.transport.local import LocalTransport
 
 CACHE_BYTES = 1_300_000  # of pydantic: 16,384 short strings
 NAMES = [*"abcdef", "é", "ab", "abcdefgh", "abcdefghi", "x" * 300, "\U0001f600", "\uffff"]
@@ -79,15 +82,21 @@ def test_a_million_answers_need_little_memory(tmp_path: Path, monkeypatch: pytes
     with log.open("ab") as stream:
         stream.writelines(seal(record_values(record(name), ())) for name in names[1:])
     del names
-    corpus = scan_corpus([str(file)], recorded=hash_recorded(folder, has_prompts=False))
+    raw = {"model": {"path": "-"}, "documents": {"path": str(file)}, "output": {"path": str(folder)}}
+    spec, corpus = make_job(raw, file)[0], corpus_of([])
     lock, peaks = Lock(folder, this_process()), list[float]()
+
+    def index() -> None:
+        nonlocal corpus
+        corpus = index_job(spec, LocalTransport(), RankLogger(), folder, is_new=False)
+        assert len(corpus.index.digested) == count
 
     def conclude() -> None:
         finish_run(folder)
         found = Results.of(survey(folder))
         assert all(name in found for name in corpus.ids()) and found.summary().done == count
 
-    for act in (lambda: open_run(folder, HEADER, corpus, lock), conclude):
+    for act in (index, lambda: open_run(folder, HEADER, corpus, lock), conclude):
         tracemalloc.start()
         try:
             found = act()
