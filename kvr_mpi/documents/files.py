@@ -169,11 +169,16 @@ def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iter
 def _csv_rows(stream: IO[bytes], delimiter: str) -> Iterator[dict[str, Any] | csv.Error]:
     """Yield the rows of a CSV file by the names in its first row; missing fields are None.
 
-    Rows whose quotes are wrong, such as one that is never closed and would contain all later rows, are errors.
+    Rows whose quotes are wrong, such as one that is never closed and would contain all later rows, are errors. Bytes
+    that are not UTF-8 become lone surrogates, which `check_document` refuses.
+
+    Raises `UnicodeDecodeError` if a name is not UTF-8.
     """
     csv.field_size_limit(MAX_TEXT_BYTES)
-    lines = codecs.iterdecode(iter(lambda: stream.readline(MAX_TEXT_BYTES), b""), "utf-8-sig")
+    lines = codecs.iterdecode(iter(lambda: stream.readline(MAX_TEXT_BYTES), b""), "utf-8-sig", "surrogateescape")
     reader, first = csv.DictReader(lines, delimiter=delimiter, strict=True), 1
+    for name in reader.fieldnames or ():
+        name.encode(UTF_8, "surrogateescape").decode()
     while True:
         try:
             row = next(reader)
@@ -399,7 +404,8 @@ def check_document(document: Document) -> Document:
             lone = None if text.isascii() else SURROGATE.search(text)
             if lone is not None:
                 where = f" of {name!r}" if name else ""
-                reason = f"lone surrogate at character {lone.start()}{where}; not Unicode text"
+                byte = f", or the byte {ord(lone[0]) - 0xDC00:#04x} in CSV" if "\udc80" <= lone[0] <= "\udcff" else ""
+                reason = f"lone surrogate{byte} at character {lone.start()}{where}; not Unicode text"
                 return replace(document, text="", columns={}, error=reason)
         if not document.text or document.text.isspace():
             return replace(document, text="", error="the document is empty: it contains no text")

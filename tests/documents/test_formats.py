@@ -88,8 +88,16 @@ def test_rows_with_wrong_quotes_are_errors_and_swallow_no_others(tmp_path: Path)
         ["lines 2 to 2"],
         ["lines 6 to 8"],
     ]
-    file.write_bytes("id,text\na,caf\xe9\n".encode("latin-1"))
-    assert "iconv -f latin1" in (read_one(file).error or "")
+
+
+def test_rows_that_are_not_utf_8_are_errors(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes("id,text\na,caf\xe9\nb,tea\n".encode("latin-1"))
+    bad, good = read(file)
+    assert "the byte 0xe9 in CSV at character 3" in (bad.error or "") and good == Document("b", "tea")
+    for encoding in ("utf-16", "latin-1"):
+        file.write_bytes("text,pri\xe8re\na,b\n".encode(encoding))
+        assert "iconv -f latin1" in (read_one(file).error or "")
 
 
 def test_strings_of_parquet_without_their_type_are_text(tmp_path: Path) -> None:
