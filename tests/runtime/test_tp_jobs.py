@@ -47,7 +47,7 @@ def test_what_fails_on_one_rank_is_one_error_record(job: Path, run_job: Any, mon
     longest = max(alone.records.values(), key=lambda record: record.prompt_tokens)
 
     def no_memory(model: Any, ids: torch.Tensor, cache: SliceRow, **options: Any) -> torch.Tensor:
-        partition = getattr(getattr(cache, "route", None), "partition", None)
+        partition = getattr(getattr(cache, "relay", None), "partition", None)
         if threading.current_thread().name == "rank 1" and partition and partition.tokens == longest.prompt_tokens:
             raise MemoryError("out of memory (on purpose)")
         return run_model(model, ids, cache, **options)
