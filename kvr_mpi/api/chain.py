@@ -100,8 +100,8 @@ class Chain:
             device = own_device(self._world, spec.model.device)
             self._ranks, _ = open_transport(self._world, spec.parallel.transport, device)
             logger = RankLogger(self._world.rank)
-            self._setup = prepare(spec, machine, JobRanks(self._ranks, self._ranks), self._ranks, logger)
-            self._runner = ChainRunner(self._setup, self._ranks, 0)
+            self._session = prepare(spec, machine, JobRanks(self._ranks, self._ranks), self._ranks, logger)
+            self._runner = ChainRunner(self._session, self._ranks, 0)
             self._planner = Planner(self._runner) if self._ranks.rank == 0 else None
         self._prompts = 0  # number of prefilled prompts
         self.rank, self.size = self._ranks.rank, self._ranks.size
@@ -109,7 +109,7 @@ class Chain:
 
     @property
     def tokenizer(self) -> Any:
-        return self._setup.loaded.tokenizer
+        return self._session.loaded.tokenizer
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokenize text without chat template, with the tokenizer's BOS token if it has one.
@@ -119,10 +119,10 @@ class Chain:
         DocumentError
             If there are no tokens, or too many for the model's context minus ``max_new_tokens``.
         """
-        ids = self._setup.frame.text.encode(self.tokenizer, text)
+        ids = self._session.frame.text.encode(self.tokenizer, text)
         if not ids:
             raise DocumentError(f"the tokenizer produces no tokens for {text!r:.60}")
-        return self._checked(self._setup.frame.around(ids).ids)
+        return self._checked(self._session.frame.around(ids).ids)
 
     def prefill(self, prompt: PromptLike | None = None) -> ChainPrefill:
         """Compute keys and values of a prompt over the chain; logits are on `decode_rank`.
@@ -170,7 +170,7 @@ class Chain:
         DocumentError
             As for `prefill`.
         """
-        if self._setup.spec.generation.max_new_tokens == 0:
+        if self._session.spec.generation.max_new_tokens == 0:
             raise ConfigError(
                 "generation.max_new_tokens = 0: this chain can only prefill; to generate, create it with at least 1"
             )
@@ -219,7 +219,7 @@ class Chain:
         if ids is None:
             raise ConfigError("rank 0 received no prompt; only other ranks may pass None")
         name = f"prompt {self._prompts}"
-        prompt = Prompt(ids=ids, key=name, document_id=name, new_tokens=self._setup.spec.generation.max_new_tokens)
+        prompt = Prompt(ids=ids, key=name, document_id=name, new_tokens=self._session.spec.generation.max_new_tokens)
         return self._planner.plan(prompt, self.decode_rank)
 
     def _check_same(self, mine: tuple[int, ...] | None, plan: Plan) -> None:
@@ -240,19 +240,19 @@ class Chain:
 
     def _checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
         """Refuse an empty prompt, or one that leaves no room for the answer."""
-        longest = self._setup.frame.max_tokens
+        longest = self._session.frame.max_tokens
         if not 0 < len(ids) <= longest:
             raise DocumentError(
                 f"the prompt has {len(ids):,} tokens; expected 1 to {longest:,}, the context minus max_new_tokens"
             )
-        self._setup.loaded.shape.check_ids(ids)
+        self._session.loaded.shape.check_ids(ids)
         return ids
 
     def _decode(self, prompt: Prompt, prefill: Prefill) -> Answer | None:
         if self.rank != self.decode_rank:
             return None
-        batch = self._setup.open_decode_batch()
-        batch.add(prompt, prefill, prompt.ids, self._setup.spec.generation.seed)
+        batch = self._session.open_decode_batch()
+        batch.add(prompt, prefill, prompt.ids, self._session.spec.generation.seed)
         while not (finished := batch.step()):
             pass
         if finished[0].answer is None:

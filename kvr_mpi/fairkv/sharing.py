@@ -1,6 +1,6 @@
 """The section ``[decode]`` of a job applied to a model: where heads are placed, or why they cannot be distributed.
 
-The core meets FairKV here only: `setup.prepare` opens it, and everything else knows a `decode.group.HeadSharing`.
+The core meets FairKV here only: `runtime.prepare` opens it, and everything else knows a `decode.group.HeadSharing`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Buffers for keys and values during prefill: token-major rows, one buffer per layer.
 
 A rank reuses the few buffers that are in flight. On a CPU, buffers are memory maps outside the C library's heap, which
-is left to activations (see `setup.host_memory.keep_heap`); their pages go back to the system when they are freed.
+is left to activations (see `runtime.host_memory.keep_heap`); their pages go back to the system when they are freed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -28,9 +28,10 @@ from kvr_mpi.store.kv import (
     seal_piece,
 )
 from kvr_mpi.store.kv_reader import KVReader, check_pieces
-from kvr_mpi.store.volumes import KV, SCHEMA, SCHEMA_VERSION, key_of
+from kvr_mpi.store.volumes import EMBEDDINGS, KV, SCHEMA, SCHEMA_VERSION, key_of
 
 LINES_BYTES = 4 << 20  # of lines, written at once
+EMBEDDINGS_AT_ONCE = 1024
 
 
 class KVWriter:
@@ -127,6 +128,10 @@ class KVWriter:
             self.add(number, kv.read(number))
         self.end()
 
+    def embeddings(self, rows: int) -> EmbeddingsWriter:
+        """Return a writer of the embeddings of so many records."""
+        return EmbeddingsWriter(self._file, rows)
+
     def write_lines(self, name: str, lines: BinaryIO) -> None:
         """Write lines of text, such as records, as a dataset of bytes."""
         data = create_dataset(self._file, name, h5py.h5t.STD_U8LE, (lines.seek(0, os.SEEK_END),))
@@ -163,3 +168,38 @@ class KVWriter:
             self._file.close()
         with suppress(OSError):
             self._part.unlink(missing_ok=True)
+
+
+class EmbeddingsWriter:
+    """Writes the embeddings of records to a new ``results.h5``, some rows at a time; nothing if there is none.
+
+    rows : number of records.
+    """
+
+    def __init__(self, file: h5py.File, rows: int) -> None:
+        self._file, self._rows, self._written = file, rows, 0
+        self._waiting: list[Sequence[float]] = []
+        self._data: Any = None
+        self._dimension = 0
+
+    def add(self, embedding: Sequence[float]) -> None:
+        """Add the next record's embedding, which may be empty; raises `DataError` if it has another dimension."""
+        if embedding and self._data is None:
+            self._dimension = len(embedding)
+            self._data = create_dataset(self._file, EMBEDDINGS, h5py.h5t.IEEE_F32LE, (self._rows, self._dimension))
+        if embedding and len(embedding) != self._dimension:
+            raise DataError(f"embeddings have {self._dimension} and {len(embedding)} dimensions; expected one of them")
+        self._waiting.append(embedding)
+        if len(self._waiting) >= EMBEDDINGS_AT_ONCE and self._data is not None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that were added."""
+        if self._data is None or not self._waiting:
+            return
+        rows = np.array([row or [np.nan] * self._dimension for row in self._waiting], np.float32)
+        space = self._data.get_space()
+        space.select_hyperslab((self._written, 0), rows.shape)
+        self._data.write(h5py.h5s.create_simple(rows.shape), space, rows)
+        self._written += len(rows)
+        self._waiting.clear()

@@ -153,6 +153,7 @@ def write_results(
     """
     beside: dict[Path, dict[str, tuple[int, str]]] = {}
     with rewriting(target), KVWriter(target, replaces=True) as new, TemporaryFile(dir=target.parent) as records:
+        embeddings = new.embeddings(len(found))
         for record in found:
             if should_stop():
                 raise _StoppedError
@@ -166,6 +167,8 @@ def write_results(
                 for each in place.pieces:
                     beside.setdefault(Path(each.path), {})[each.id] = (each.bytes, each.sha256)
             records.write(seal(record_values(record, needs)))
+            embeddings.add(record.embedding)
+        embeddings.flush()
         new.write_lines(RECORDS, records)
         log = BytesIO()
         log.write(seal(found.header.as_line()))

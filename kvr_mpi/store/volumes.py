@@ -10,6 +10,9 @@
       /records                 of results.h5: the records, a line of JSON
                                each, in the order of their ids (uint8)
       /log                     of results.h5: the log's other lines (uint8)
+      /embeddings              of results.h5, if there are any: those of the
+                               records, in the same order (documents,
+                               dimension), float32; NaN if it has none
 
 A volume is valid if a line of a log lists it (see ``log``); otherwise it was not finished. Everything has a checksum:
 a line its own, keys and values their digests, and what describes them a hash in the log. Files of any other version are
@@ -36,7 +39,7 @@ from kvr_mpi.store.log import LINE_BYTES, VOLUME, seal
 
 RESULTS = "results.h5"
 SCHEMA, SCHEMA_VERSION = "kvr-mpi", 5
-LOG, RECORDS, KV = "log", "records", "kv"
+LOG, RECORDS, KV, EMBEDDINGS = "log", "records", "kv", "embeddings"
 
 
 def is_ours(name: str) -> bool:

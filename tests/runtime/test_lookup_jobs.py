@@ -61,10 +61,10 @@ def test_the_time_left_counts_all_tokens_of_a_step(monkeypatch: pytest.MonkeyPat
     group = SimpleNamespace(waits=False, ranks=None)
     batch = SimpleNamespace(decoded=decoded, running=1, step=step, left=[40], group=group)
     spec = SimpleNamespace(parallel=SimpleNamespace(tensor_parallel=1))
-    setup: Any = SimpleNamespace(open_decode_batch=lambda group, logger: batch, kernels="", spec=spec)
+    session: Any = SimpleNamespace(open_decode_batch=lambda group, logger: batch, kernels="", spec=spec)
     sink: Any = SimpleNamespace(logger=None, report_decoding=report)
     monkeypatch.setattr("kvr_mpi.runtime.decoder.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     events = Events()
-    Decoder(setup, sink, Stop(), events).decode()
+    Decoder(session, sink, Stop(), events).decode()
     assert reported == [(1, 40, pytest.approx(0.5))]
     assert (events.totals.steps, events.totals.step_tokens) == (10, 40)
