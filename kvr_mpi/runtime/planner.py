@@ -84,9 +84,8 @@ class Planner:
         pool = self._session.pool
         if not pool.is_paged:
             return need + held <= free
-        own = int(
-            pool.nbytes / max(1, self._session.free_bytes[self.first_rank]) * free
-        )  # as large a share on all ranks
+        # As large a share on all ranks.
+        own = int(pool.nbytes / max(1, self._session.free_bytes[self.first_rank]) * free)
         return rows + held <= own and need - rows <= free - own
 
     def fits_shared(self, held_bytes: Sequence[int], largest: int) -> bool:
