@@ -40,7 +40,7 @@ from kvr_mpi.documents.paths import find_files
 from kvr_mpi.documents.rows import RowFormat
 from kvr_mpi.errors import CorpusError, UnavailableError
 
-DIGEST_BYTES = 16  # of a SHA-256 that are kept in memory to compare documents
+DIGEST_BYTES = 8  # of a SHA-256 that are kept in memory to compare a document with its own record
 UNKNOWN_ROW = -1
 AT_ONCE = 1 << 16  # numbers that are objects of Python at a time
 NONE_RECORDED: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)

@@ -67,7 +67,6 @@ from kvr_mpi.store.cost import Cost
 from kvr_mpi.store.folder import make_writable, survey, writing
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
-from kvr_mpi.store.places import sorted_ids
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Opened, check_identity, last_header, open_run
@@ -312,7 +311,7 @@ def _conclude(
     if options.table:
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
-    unread = sum(results.places[name].is_transient for name in sorted_ids(results.places, "error"))
+    unread = sum(results.places[name].is_transient for name in results.places.ordered("error"))
     code = EXIT_BAD_DATA if summary.failed > allowed or unread else EXIT_OK
     meaning = f"done; {counted(documents, _noun(spec))} answered"
     if summary.failed:

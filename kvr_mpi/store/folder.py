@@ -179,20 +179,21 @@ def take_lines(found: Survey, source: Path, *, reads_all: bool = False) -> Itera
             if not is_sealed(line):
                 raise DataError(f"line {number + 1} is damaged (checksum)")
             if number == 0:
-                found.headers[source] = read_header(from_json(line))
+                found.headers[source] = read_header(from_json(line), source)
                 continue
             if line.startswith(RECORD_START):
                 head = read_head(line)
-                sha256 = head.document_sha256
-                if reads_all or sha256 is None:
-                    sha256 = read_record(line, f"line {number + 1}").document_sha256
-                is_done = head.status == "done"
+                if reads_all:
+                    read_record(line, f"line {number + 1}")
+                is_done, digest = head.status == "done", short_digest(head.document_sha256)
                 reason, finished_s = "" if is_done else shorten(head.error), seconds_of(head.finished_at)
-                place = Place(source, at, len(line), is_done, reason, finished_s, short_digest(sha256), head.pieces)
+                place = Place(source, at, len(line), is_done, reason, finished_s, digest, head.pieces)
                 found.records.add(head.id, place)
             else:
                 _take_in(found, source, from_json(line))
             yield line
+        except ForeignError:
+            raise
         except (DataError, ValueError, AttributeError) as error:
             damaged += 1
             found.damaged.setdefault(source.name, str(error))
@@ -232,7 +233,7 @@ def read_run_header(path: Path) -> Header | None:
     for source in reversed(_sources(path, names_in(path) if is_folder(path) else ())):
         try:
             for _, line in lines_of(source):
-                return read_header(unseal(line) or {})
+                return read_header(unseal(line) or {}, source)
         except ValueError as error:
             broken = broken or DataError(f"{source}: its first line is damaged: {error}")
         except (DataError, OSError) as error:

@@ -266,14 +266,14 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """The beginning of a record's line; lines of earlier versions have the hash further on."""
+    """The beginning of a record's line."""
 
     id: str
     status: Literal["done", "error"]
     error: str
     finished_at: str
     pieces: tuple[str, ...]
-    document_sha256: str | None = None
+    document_sha256: str
 
 
 HEAD = tuple(spec.name for spec in fields(RecordHead) if spec.name in KINDS)

@@ -240,14 +240,9 @@ def read_run_file(folder: Path) -> RunFile | None:
     with contextlib.suppress(DataError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = unseal(read_whole(lambda: read_regular(path, RUN_FILE_BYTES), path))
         if stored is not None and isinstance(stored["identity"], dict):
-            first, step = map(operator.index, stored.get("share", (0, 1)))
-            gone = frozenset(map(str, stored.get("gone", ())))
-            if "corpus" in stored:  # of an earlier version, which listed all documents
-                listed = len(stored["corpus"]["ids"]) // (len(stored["corpus"]["prompts"]) or 1)
-                documents = len(range(listed)[first::step]) * (len(stored["corpus"]["prompts"]) or 1)
-                cut = "of an earlier version" if step > 1 else ""
-            else:
-                documents, cut = operator.index(stored["documents"]), str(stored["cut"])
+            first, step = map(operator.index, stored["share"])
+            gone = frozenset(map(str, stored["gone"]))
+            documents, cut = operator.index(stored["documents"]), str(stored["cut"])
             if 0 <= first < step and documents >= 0:
                 return RunFile(stored["identity"], str(stored["job"]), CorpusPart(first, step), cut, documents, gone)
     return None
