@@ -24,7 +24,7 @@ from kvr_mpi.store.parts import check_corpus, check_same_job, find_part, find_ru
 from kvr_mpi.store.places import Place, Places, Records
 from kvr_mpi.store.record import COMPUTED, KINDS, Record, read_record
 from kvr_mpi.store.run import read_run_file
-from kvr_mpi.store.summary import Summary, count_reasons
+from kvr_mpi.store.summary import Summary
 from kvr_mpi.store.volumes import Source, open_source
 
 if TYPE_CHECKING:
@@ -170,8 +170,7 @@ class Results:
 
     def summary(self) -> Summary:
         """Count the documents by status."""
-        reasons = [(name, self.places[name].reason, 1) for name in self.places.ordered("error")]
-        return Summary(len(self) - len(reasons), len(reasons), count_reasons(reasons))
+        return Summary.of(len(self), ((name, self.places[name].reason) for name in self.places.ordered("error")))
 
     def read(self, ids: Iterable[str]) -> Iterator[Record]:
         """Read the records of these documents, and verify their checksums; raises `DataError` if one is damaged."""
