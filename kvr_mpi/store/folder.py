@@ -10,7 +10,6 @@ import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from kvr_mpi.disk import (
     read_error,
     retried,
     stat_of,
+    writing,
 )
-from kvr_mpi.errors import DataError, ForeignError, KvrError, OutputError, UnavailableError
+from kvr_mpi.errors import DataError, ForeignError, KvrError, OutputError
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.kv import Piece
@@ -247,7 +247,7 @@ def read_run_header(path: Path) -> Header | None:
 
 def make_writable(folder: Path) -> None:
     """Create the folder if it is missing; raise `OutputError` if files cannot be created in it."""
-    with writing(folder):
+    with writing(f"output.path {str(folder)!r}", OTHER_FOLDER):
         retried(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         try_writing(folder)
 
@@ -260,18 +260,6 @@ def try_writing(folder: Path) -> None:
     probe = there / f".probe-{secrets.token_hex(8)}"
     os.close(create(probe))
     probe.unlink()
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` into an `OutputError` that names the setting."""
-    try:
-        yield
-    except UnavailableError:
-        raise
-    except OSError as error:  # such as a name that is too long, or a folder without permission
-        why = error.strerror or error
-        raise OutputError(f"output.path {str(folder)!r} cannot be written: {why}; {OTHER_FOLDER}") from error
 
 
 def check_is_folder(folder: Path) -> None:

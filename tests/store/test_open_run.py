@@ -47,7 +47,7 @@ def test_a_folder_is_begun_once_and_may_be_begun_again_before_its_first_document
     run = take(folder)
     assert (run.done, run.failed, run.lock.number) == (set(), set(), 1) and documents_of(folder) == len(NAMES)
     run.lock.release()
-    for unfinished in (f"{RESULTS}.part", f"{RESULTS}.part-{'0f' * 8}", f"{RUN_FILE}.part-{'1e' * 8}"):
+    for unfinished in (f"{RESULTS}.part-{'0f' * 8}", f"{RUN_FILE}.part-{'1e' * 8}"):
         (folder / unfinished).write_bytes(b"half")
     other = Header({"b": (1, 2.5, None, True), "a": {"ü": "\n", "z": 1e-17}}, HEADER.model)
     begin(folder, record("x"), corpus=corpus_of("xyz"), header=other)
