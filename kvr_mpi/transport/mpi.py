@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from kvr_mpi.transport.staging import Staging
 
-# Longer messages are sent in pieces, which fit into a ring of pinned memory (`staging`), and which Open MPI can send (up
-# to 2^31 - 1 bytes).
+# Longer messages are sent in pieces, which fit into a ring of pinned memory (`staging`), and which Open MPI can send
+# (up to 2^31 - 1 bytes).
 CHUNK_BYTES = 64 << 20
 
 # The largest tag that MPI guarantees.
