@@ -325,7 +325,7 @@ def scan_corpus(
     every = CorpusPart() if limit is not None else part
     spans = [FileSpan(number) for number in range(len(files))] if limit is not None else cut_spans(files, every)
     found = index_spans(files, spans, rows, recorded=recorded, limit=limit)
-    return make_corpus(files, [found], rows, paths=paths, prompts=prompts, part=part, has_limit=limit is not None)
+    return make_corpus(files, [found], rows, paths=paths, prompts=prompts, part=part, limit=limit)
 
 
 def make_corpus(
@@ -336,18 +336,18 @@ def make_corpus(
     paths: Sequence[str] = (),
     prompts: Sequence[str] = (),
     part: CorpusPart = CorpusPart(),  # noqa: B008
-    has_limit: bool = False,
+    limit: int | None = None,
 ) -> Corpus:
     """Join what all ranks have indexed; with a limit on documents, the part is taken of those.
 
     Raises `CorpusError`, which names the `paths`, if there are no documents; a part may have none.
     """
-    index = join(parts, files, part=CorpusPart() if has_limit else part, is_batch=rows.kind == "openai-batch")
-    if has_limit and part.parts > 1:
+    index = join(parts, files, part=part if limit is None else CorpusPart(), is_batch=rows.kind == "openai-batch")
+    if limit is not None and part.parts > 1:
         index = take(index, np.arange(part.number, len(index), part.parts))
     if not len(index) and part.parts == 1:
         raise CorpusError(f"documents.path {list(paths)}: the files contain no documents; expected at least one")
-    return Corpus(files, index, rows, tuple(prompts), part, describe_cut(files, part))
+    return Corpus(files, index, rows, tuple(prompts), part, describe_cut(files, part, limit))
 
 
 def with_model(files: CorpusFiles, rows: RowFormat) -> RowFormat:

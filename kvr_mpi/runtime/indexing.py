@@ -66,7 +66,7 @@ def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path,
     def finish() -> Corpus:
         # Each rank's index is kept no longer than it is needed.
         indexes = (_from_bytes(parts.pop(0)) if parts else found.pop() for _ in range(world.size))
-        about: dict[str, Any] = {"prompts": empty.prompts, "part": empty.part, "has_limit": limit is not None}
+        about: dict[str, Any] = {"prompts": empty.prompts, "part": empty.part, "limit": limit}
         corpus = make_corpus(files, indexes, empty.rows, paths=spec.documents.path, **about)
         if limit is not None:
             _check_counted(corpus)
