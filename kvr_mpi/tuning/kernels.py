@@ -309,7 +309,7 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
 
 
 def _with_one_layout(gains: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """Keep only one of the `LAYOUTS` of weights: the one that is faster on average (geometric, of what was measured)."""
+    """Keep only one of the `LAYOUTS` of weights: the one with the larger product of speed-ups, where measured."""
     layouts = [way for way in LAYOUTS if any(gains.get(way, ()))]
     best = max(layouts, key=lambda way: math.prod(gain or 1.0 for gain in gains[way]), default=None)
     return {way: row for way, row in gains.items() if way == best or way not in layouts}
