@@ -175,9 +175,7 @@ def answers(loaded: LoadedModel, given: argparse.Namespace, profile: Path) -> li
 def print_continuations(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """Mean over documents, and the spread over them."""
     full = statistics.mean(row["nll"] for row in rows if row["method"] == "full")
-    print(
-        f"negative log-likelihood beyond the full cache's {full:.3f}, nats per token (standard error over documents)"
-    )
+    print(f"negative log-likelihood beyond the full cache's {full:.3f}, nats per token (standard error over documents)")
 
     def cell(some: list[dict[str, Any]]) -> str:
         more = [row["more"] for row in some]
