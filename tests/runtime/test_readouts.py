@@ -19,6 +19,8 @@ from made_jobs import TEXT, load, plain_job, refusal, toml_of, with_settings
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.job.inputs import identity_of
+from kvr_mpi.model import final_states
+from kvr_mpi.prefill import reading
 from kvr_mpi.store.results import open_results
 
 CLOSE = 2e-5  # float32, of values around 1
@@ -215,6 +217,23 @@ def test_documents_are_as_likely_as_transformers_says(texts_job: Path, run_job: 
         _, known = run([*before, *ids, *after])
         close(framed[name].text_logprobs, known[len(before) - 1 : -len(after)])
         assert framed[name].scored_tokens == len(ids)
+
+
+def test_logits_of_fewer_tokens_are_computed_in_little_memory(
+    texts_job: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+
+    def logits_of(model: Any, states: torch.Tensor) -> torch.Tensor:
+        found = final_states.logits_of(model, states)
+        sizes.append(4 * found.numel())
+        return found
+
+    monkeypatch.setattr(reading, "logits_of", logits_of)
+    little = 0.004
+    done = run_job(2, "output.text_logprobs=true", f"parallel.memory_gib={little}", of=texts_job, code=ONE_BAD).records
+    assert done["doc-3"].scored_tokens == len(done["doc-3"].text_logprobs) > 300
+    assert 0 < max(sizes) <= little * 2**30 / 4 / reading.COPIES
 
 
 def test_settings_of_answers_are_refused_by_name(texts_job: Path) -> None:
