@@ -245,8 +245,9 @@ class SliceLayer(RowLayer):
     def drop(self) -> None:
         """Drop the buffer, and what was read of a stored prefix; the forwarder keeps what is still being sent."""
         self.slab = self._by_head = self.segments = None
-        if self.cache.prefix is not None and self.cache.prefix.is_stored:
-            self.cache.prefix.close(self.layer_idx)
+        cache = self.cache
+        if cache.prefix is not None and cache.prefix.is_stored and (cache.sequence is None or cache.is_sharded):
+            cache.prefix.close(self.layer_idx)  # no rows of it are shared here
 
     def get_seq_length(self) -> int:
         """Return the number of tokens before the next ones, at first the slice's start; models may ask any layer."""
@@ -458,7 +459,7 @@ class SliceRow(RowCache):
         if not self.is_sharded and not self.is_decode_rank:
             return None
         if prefix is not None and (not self.is_sharded or self.start == prefix.length):  # with the tokens of the prefix
-            found = prefix.fork(capacity, pool, shares=self.in_parts or 2 * prefix.length > capacity)
+            found = prefix.fork(capacity, pool)
         else:
             found = SequenceKV(loaded, pool, capacity, start=self.start if self.is_sharded else 0)
         found.length = tokens

@@ -114,7 +114,7 @@ class SequenceKV:
     states : of recurrent layers.
     observed : the window's queries and the parameters of attention, by layer, if compression comes later.
     ids : its tokens, if prompts continue it.
-    failure : why a stored sequence cannot be read, on this or another rank.
+    failure : why it cannot be continued: it could not be read or computed, on this or another rank.
     compression, source, read : of a stored sequence: how it was compressed, where it is stored, and what reads a layer.
         A thread calls `read`, also for the next layers; `open` raises its errors.
     """
@@ -168,10 +168,6 @@ class SequenceKV:
     def is_stored(self) -> bool:
         """Whether its rows are read from a file."""
         return self.source is not None
-
-    def is_same(self, other: SequenceKV | None) -> bool:
-        """Whether another sequence has the same rows, perhaps read again."""
-        return other is self or (other is not None and self.is_stored and other.source == self.source)
 
     @property
     def is_open(self) -> bool:
@@ -386,12 +382,18 @@ class SequenceKV:
             self.ragged.add(layer_idx)
         return [*shared, *own]
 
-    def fork(self, capacity: int, pool: Pool | None = None, *, shares: bool = True) -> SequenceKV:
+    def lends_rows(self, capacity: int) -> bool:
+        """Whether sequences of this capacity that continue this one share its rows; otherwise they copy them.
+
+        A model's own attention copies shared rows in every step, so few of them are not worth sharing.
+        """
+        return self.loaded.attends_in_parts or 2 * self.length > capacity
+
+    def fork(self, capacity: int, pool: Pool | None = None) -> SequenceKV:
         """Make a sequence that continues this one, and shares its rows; this one must not change while it is opened.
 
         capacity : of the new sequence.
         pool : of the new sequence; in another pool than this one's, rows are copied.
-        shares : otherwise rows are copied.
         """
         if capacity < self.length or (self.longest is not None and capacity > self.longest):
             raise ValueError(f"a sequence of {capacity} tokens after {self.length}; at most {self.longest}")
@@ -408,29 +410,24 @@ class SequenceKV:
             compression=self.compression,
         )
         found._parent, found._parent_tokens = self, self.length
-        found._shares = shares and found.pool is self.pool
+        found._shares = found.pool is self.pool and self.lends_rows(capacity)
         found.states = copy_states(self.states)
         return found
 
-    def unload(self) -> None:
-        """Give up the rows that were read of a stored sequence; they are read again when they are needed."""
-        for block in list(self.blocks):
-            block.release()
-        for future in self._ahead.values():
-            future.cancel()
-        self.layers, self._ahead = [None] * len(self.shapes), {}
-
     def close(self, layer_idx: int) -> None:
-        """Give up the rows of one layer."""
+        """Give up the rows of one layer; those of a stored sequence are read again when they are needed."""
         for span in self.layers[layer_idx] or ():
             span.block.release()
         self.layers[layer_idx] = None
 
     def release(self) -> None:
         """Give up all rows and states. It can be called again."""
-        self.unload()
-        self.states, self.positions, self.observed, self._parent, self._read = {}, {}, {}, None, None
-        self._reader = None
+        for layer_idx in range(len(self.layers)):
+            self.close(layer_idx)
+        for future in self._ahead.values():
+            future.cancel()
+        self.states, self.positions, self.observed, self._ahead = {}, {}, {}, {}
+        self._parent = self._read = self._reader = None
 
     # Rows
 

@@ -87,6 +87,14 @@ class Prefill:
         """Whether the cache is transformers' own."""
         return self.strategy == PLAIN
 
+    def count_prefix(self, prefix: Prefill) -> None:
+        """Count time, slices and tokens of the prefill of its prefix as its own."""
+        self.seconds += prefix.seconds
+        self.wait_s += prefix.wait_s
+        self.send_wait_s += prefix.send_wait_s
+        self.known_tokens = prefix.known_tokens
+        self.partition = Partition((*prefix.partition.bounds[:-1], self.partition.tokens))
+
     def release(self) -> None:
         """Give up the keys and values. It can be called again."""
         if isinstance(self.cache, SequenceKV):

@@ -6,7 +6,7 @@ The leader of the chain plans each prompt (``planner``); then all ranks that tak
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -44,30 +44,31 @@ ASSUMED_SPEED = {"cpu": 5e10, "cuda": 2e13}
 
 
 @dataclass(slots=True)
-class Beginning:
-    """The prefix in memory that the chain's current prompts continue.
+class SharedPrefix:
+    """The prefix that a chain holds for the prompts that continue it: prefilled before them, or stored.
 
-    key : `Plan.beginning` of these prompts.
-    decode_rank : the rank that decodes them.
-    prefill : of a shared beginning, on the rank that decodes.
-    sequence : what this rank keeps of it, or of a stored document; None if nothing.
-    is_continued : whether a prompt has continued it.
+    sequence : what this rank holds of it.
+    decode_rank : the rank that decodes these prompts.
+    prefill : on that rank, how it was prefilled, until that is counted for the first of these prompts.
     """
 
-    key: Hashable
+    sequence: SequenceKV
     decode_rank: int
     prefill: Prefill | None = None
-    sequence: SequenceKV | None = None
-    is_continued: bool = False
+
+    def suits(self, prompt: Prompt) -> bool:
+        """Whether a prompt continues it."""
+        sequence = self.sequence
+        return sequence.source == prompt.stored and sequence.ids == prompt.ids[: prompt.shared_tokens]
 
 
 class ChainRunner:
     """A model on a chain of ranks, ready to run prompts.
 
-    All ranks of the chain call `begin` and `prefill` for the same prompts in the same order.
+    All ranks of the chain call `hold` and `prefill` for the same prompts in the same order.
 
     first_rank : the first rank of the chain within the job.
-    beginning : the prefix that the current prompts continue.
+    shared : the prefix that the current prompts continue.
     """
 
     def __init__(self, session: Session, chain: Transport, first_rank: int, events: Events | None = None) -> None:
@@ -76,8 +77,7 @@ class ChainRunner:
         device = session.loaded.device
         self.pack_tokens = PACK_TOKENS[device.type]  # of a packed row
         self.forwarder = Forwarder(chain, device=device, events=events) if chain.size > 1 else None
-        self.beginning: Beginning | None = None
-        self._opened: SequenceKV | None = None  # the last stored prefix
+        self.shared: SharedPrefix | None = None
         self._wave_s = 0.0  # forecast for this wave's prompts, on one rank
 
     def read_plan(self, prompt: Prompt, plan: Mapping[str, Any]) -> Plan:
@@ -85,7 +85,7 @@ class ChainRunner:
 
         Raises `AgreementError` if it belongs to another prompt, or this rank has not computed its prefix.
         """
-        ids, before = prompt.sha256, plan["before"]
+        ids = prompt.sha256
         if (plan["key"], plan["ids_sha256"]) != (prompt.key, ids):
             raise AgreementError(
                 f"rank {self.first_rank + self.chain.rank} received the plan of prompt {plan['key']} (token ids "
@@ -94,20 +94,24 @@ class ChainRunner:
         return Plan(
             Way(plan["way"]),
             prompt,
-            self._known_prefix(prompt, plan["prefix_tokens"]),
+            self._known_prefix_of(prompt, plan["prefix_tokens"], plan["decode_rank"]),
             plan["decode_rank"],
             None if plan["bounds"] is None else Partition(tuple(plan["bounds"])),
             plan["chunk_tokens"],
-            None if before is None else self.read_plan(prompt.beginning, before),
         )
 
-    def open_stored(self, prompt: Prompt) -> SequenceKV | None:
-        """Open the stored prefix of a prompt, unless it is open already; None if it has none."""
+    def prefix_of(self, prompt: Prompt, decode_rank: int) -> SequenceKV | None:
+        """Return what this rank has of the prefix that the chain holds for a prompt, or open its stored prefix.
+
+        None if there is neither.
+        """
+        if self.shared is not None and self.shared.suits(prompt):
+            return self.shared.sequence
         if prompt.stored is None:
             return None
-        if self._opened is None or self._opened.source != prompt.stored:
-            self._opened = prompt.stored.open(prompt.ids, self.session.loaded, self.session.pool)
-        return self._opened
+        if self.is_sharded and prompt.shared_tokens:
+            return shard_of(self.session, prompt, decode_rank, self.chain.rank, self.chain.size)
+        return prompt.stored.open(prompt.ids, self.session.loaded, self.session.pool)
 
     def expect(self, plan: Plan) -> None:
         """Extend the deadline for other ranks by a prompt that they run."""
@@ -124,28 +128,38 @@ class ChainRunner:
         most_s = max(LIMIT_S, SLACK * self._wave_s)
         self.forwarder.limit_s = min(most_s, MOST_GPU_WAIT_S) if is_gpu else most_s
 
-    def goes_on(self, plan: Plan) -> bool:
-        """Whether a prompt can run without preparing or releasing a prefix."""
-        return plan.beginning == (None if self.beginning is None else self.beginning.key)
+    def holds(self, plan: Plan) -> bool:
+        """Whether the chain holds what the prompt shares with others, and nothing else."""
+        held = None if self.shared is None else self.shared.sequence
+        return held is self._shared_with_others(plan)
 
-    def begin(self, plan: Plan) -> Prefill | None:
-        """Release the prefix of earlier prompts, and compute or open this one's; return what this rank has computed."""
-        self._release_beginning()
-        if plan.beginning is None:
+    def hold(self, plan: Plan) -> None:
+        """Release the prefix of earlier prompts, and hold what this one shares with those that follow."""
+        self.release()
+        sequence = self._shared_with_others(plan)
+        self.shared = None if sequence is None else SharedPrefix(sequence, plan.decode_rank)
+
+    def hold_computed(self, plan: Plan, prefill: Prefill | None) -> None:
+        """Hold a prefix that was prefilled for the prompts that follow; None on ranks that did not take part."""
+        sequence, is_home = absent_prefix(self.session, plan.prompt), self.chain.rank == plan.decode_rank
+        if prefill is not None and is_home:
+            sequence = sequence if prefill.cache is None else prefill.cache
+            sequence.ids, sequence.failure = plan.prompt.ids, prefill.error
+        self.shared = SharedPrefix(sequence, plan.decode_rank, prefill if is_home else None)
+
+    def count_prefix(self, row: Sequence[Plan], prefills: Sequence[Prefill]) -> None:
+        """Count the prefill of the prefix of a row, unless it was counted before, for the row's first prompt."""
+        shared = self.shared
+        if shared is not None and shared.prefill is not None and row[0].prefix is shared.sequence:
+            prefills[0].count_prefix(shared.prefill)
+            shared.prefill = None
+
+    def _shared_with_others(self, plan: Plan) -> SequenceKV | None:
+        """Return the prefix that a prompt shares with others, but not with all; None without one."""
+        prefix = plan.prefix
+        if prefix is None or prefix in self.session.prefixes or prefix.length != plan.prompt.shared_tokens:
             return None
-        self.beginning = beginning = Beginning(plan.beginning, plan.decode_rank)
-        if (before := plan.before) is None:  # its first question loads it
-            beginning.sequence = shard_of(self.session, plan, self.chain.rank, self.chain.size)
-            return None
-        is_home = self.chain.rank == before.decode_rank
-        if not is_home and not before.takes_all:
-            return None
-        (found,) = self.prefill([before])
-        if is_home:
-            beginning.prefill, beginning.sequence = found, found.cache
-            if found.error is None:
-                found.cache.ids = tuple(before.prompt.ids)
-        return found
+        return prefix
 
     @property
     def writes_own(self) -> bool:
@@ -162,34 +176,39 @@ class ChainRunner:
         write : stores the keys and values of this rank's slice, layer by layer, if ranks store their own.
         """
         prefix = row[0].prefix
+        if prefix is not None and prefix.failure is not None:
+            began_s = time.perf_counter()
+            wholes = [Partition((0, plan.prompt.tokens)) for plan in row]
+            return [
+                Prefill(whole, None, None, 0.0, last=row[0].decode_rank, error=prefix.failure, began_s=began_s)
+                for whole in wholes
+            ]
         try:
             match row[0].way:
                 case Way.CHAIN:
                     return [self._prefill_slice(row[0], write)]
                 case Way.AFTER_STORED:
                     return self._prefill_after_stored(row)
-                case Way.AFTER_SHARED:
-                    return self._prefill_after_shared(row)
             return self._prefill_alone(row, prefix)
         finally:
-            if prefix is not None and prefix.is_stored:  # prompts keep what they share
-                prefix.unload()
+            if prefix is not None and prefix.is_stored and self._shared_with_others(row[0]) is None:
+                prefix.release()  # the prompt keeps what it shares
 
     def end_wave(self) -> None:
-        """Close the file of the last stored prefix."""
-        self._opened, self._wave_s = None, 0.0
+        """Forget how long the wave's prompts take."""
+        self._wave_s = 0.0
 
     def close(self) -> None:
         """Release the prefix, and finish all sends; every rank of the chain calls this."""
-        self._release_beginning()
+        self.release()
         if self.forwarder is not None:
             self.forwarder.close()
 
-    def _release_beginning(self) -> None:
+    def release(self) -> None:
         """Release the prefix of earlier prompts; answers in progress keep the rows they need."""
-        if self.beginning is not None and self.beginning.sequence is not None:
-            self.beginning.sequence.release()
-        self.beginning = None
+        if self.shared is not None:
+            self.shared.sequence.release()
+        self.shared = None
 
     def _prefill_alone(self, row: Sequence[Plan], prefix: SequenceKV | None) -> list[Prefill]:
         """Prefill a packed row; prompts that are compressed or have a rolling cache run one by one."""
@@ -232,7 +251,9 @@ class ChainRunner:
             last=plan.decode_rank,
             forwarder=self.forwarder,
             spares_chain=True,
-            keeps_all=plan.is_beginning or (session.spec.output.kv is True and not self.writes_own) or session.repeats,
+            keeps_all=plan.prompt.is_prefix
+            or (session.spec.output.kv is True and not self.writes_own)
+            or session.repeats,
             write_layer=write,
             is_sharded=self.is_sharded,
             retain=session.retain_of(plan.prompt),
@@ -259,29 +280,10 @@ class ChainRunner:
         prefill.seconds += time.perf_counter() - began
         return prefill
 
-    def _prefill_after_shared(self, row: Sequence[Plan]) -> list[Prefill]:
-        """Continue the shared beginning; its time, slices and tokens count for the first prompt."""
-        beginning, before = self.beginning, row[0].before
-        assert beginning is not None and before is not None, "it continues the prompt that was prefilled last"
-        shared, is_first = beginning.prefill, not beginning.is_continued
-        assert shared is not None, "this rank has computed it"
-        if shared.error is not None:
-            return [replace(shared, partition=Partition((0, plan.prompt.tokens)), logits=None) for plan in row]
-        beginning.is_continued = True
-        prefills = self._prefill_alone(row, beginning.sequence)
-        if is_first:
-            first = prefills[0]
-            first.seconds += shared.seconds
-            first.wait_s += shared.wait_s
-            first.send_wait_s += shared.send_wait_s
-            first.known_tokens = shared.known_tokens
-            first.partition = Partition((*shared.partition.bounds[:-1], first.partition.tokens))
-        return prefills
-
     def _prefill_after_stored(self, row: Sequence[Plan]) -> list[Prefill]:
         """Prefill questions about one document; every rank of the chain returns the same."""
-        document = None if self.beginning is None else self.beginning.sequence
-        assert document is not None, "they are run before another document comes"
+        document = row[0].prefix
+        assert document is not None, "it is stored"
         return prefill_stored(
             self.session.loaded,
             [plan.prompt.ids for plan in row],
@@ -291,12 +293,12 @@ class ChainRunner:
             last=row[0].decode_rank,
         )
 
-    def _known_prefix(self, prompt: Prompt, tokens: int) -> SequenceKV | None:
+    def _known_prefix_of(self, prompt: Prompt, tokens: int, decode_rank: int) -> SequenceKV | None:
         """Find the prefix of a prompt that the leader's plan uses."""
         if not tokens:
             return None
-        ids, stored = prompt.ids[:tokens], self.open_stored(prompt)
-        found = next((one for one in (stored, *self.session.prefixes) if one is not None and one.ids == ids), None)
+        ids, known = prompt.ids[:tokens], (self.prefix_of(prompt, decode_rank), *self.session.prefixes)
+        found = next((one for one in known if one is not None and one.ids == ids), None)
         if found is None:
             raise AgreementError(
                 f"rank {self.first_rank + self.chain.rank} has not computed the first {tokens} tokens of prompt "
@@ -305,12 +307,18 @@ class ChainRunner:
         return found
 
 
-def shard_of(session: Session, plan: Plan, rank: int, size: int) -> SequenceKV:
+def absent_prefix(session: Session, prompt: Prompt) -> SequenceKV:
+    """Return a prompt's shared prefix on a rank that holds none of its tokens."""
+    tokens = prompt.shared_tokens
+    return SequenceKV(session.loaded, session.pool, tokens, length=tokens, is_last=False, ids=prompt.ids[:tokens])
+
+
+def shard_of(session: Session, prompt: Prompt, decode_rank: int, rank: int, size: int) -> SequenceKV:
     """Open a rank's shard of a stored document, over a chain of `size` ranks, without reading it."""
-    known, stored = plan.known_tokens, plan.prompt.stored
+    stored = prompt.stored
     assert stored is not None, "it is stored"
-    place = Rotation.ending_at(size, plan.decode_rank).place_of(rank)
+    known, place = stored.tokens, Rotation.ending_at(size, decode_rank).place_of(rank)
     longest_question = max(len(frame.tail) for frame in session.prompt_config.questions.values())
     longest = known + longest_question + session.longest_answer
     bounds = share_out_stored(known, known, size).slices()[place]
-    return stored.open(plan.prompt.ids, session.loaded, session.pool, bounds=bounds, longest=longest)
+    return stored.open(prompt.ids, session.loaded, session.pool, bounds=bounds, longest=longest)

@@ -55,9 +55,9 @@ class Decoder:
         """Whether the ranks of the chain decode all their prompts together after a wave's prefill."""
         return self._batch.group.waits
 
-    def held(self, beginning: SequenceKV | None) -> Held:
-        """Return the memory in use on this rank, including the prefix or stored document that prompts continue."""
-        return Held(self._batch.running, held_bytes(self._batch.prefills, beginning))
+    def held(self, shared: SequenceKV | None) -> Held:
+        """Return the memory in use on this rank, including the prefix or stored document that prompts share."""
+        return Held(self._batch.running, held_bytes(self._batch.prefills, shared))
 
     def start(self, prompt: Prompt, prefill: Prefill) -> None:
         """Add a prefilled prompt; all ranks that hold a shard of it call this."""

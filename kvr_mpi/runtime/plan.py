@@ -6,7 +6,7 @@ Messages are complete: the ranks that receive them read no documents and make no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -25,7 +25,6 @@ class Way(Enum):
 
     ALONE = "alone"  # the decode rank prefills it, packed with others if they are short
     CHAIN = "chain"  # every rank computes a slice
-    AFTER_SHARED = "after shared"  # the decode rank continues the prompts' common beginning (`Plan.before`)
     AFTER_STORED = "after stored"  # every rank holds a shard of a stored document, and runs the tokens after it
 
 
@@ -33,11 +32,10 @@ class Way(Enum):
 class Plan:
     """A prompt and how a chain runs it; the same on every rank, except for the memory.
 
-    prefix : prefix of the prompt that has been computed already.
+    prefix : what this rank has of the prompt's first tokens, if they have been computed already.
     decode_rank : the rank of the chain that has the last slice, and so gets the logits and the cache.
     partition : how the prompt is cut; None if one rank prefills it.
     chunk_tokens : tokens per chunk of a slice; None: whole slices.
-    before : plan of its first tokens, if they are prefilled separately to be shared with other prompts.
     needs : on the leader, bytes that each rank needs during prefill; None if memory is not predicted.
     rows : on the leader, bytes of `needs` that are keys and values in each rank's pool.
     kept : on the leader, bytes on each rank that keeps a part of the prompt until the answer is complete.
@@ -49,7 +47,6 @@ class Plan:
     decode_rank: int
     partition: Partition | None = None
     chunk_tokens: int | None = None
-    before: Plan | None = None
     needs: Sequence[int] | None = None
     rows: Sequence[int] = ()
     kept: Mapping[int, int] = field(default_factory=dict)
@@ -64,25 +61,17 @@ class Plan:
             "decode_rank": self.decode_rank,
             "chunk_tokens": self.chunk_tokens,
             "prefix_tokens": self.known_tokens,
-            "before": None if self.before is None else self.before.to_wire(),
         }
 
     @property
     def in_rows(self) -> bool:
         """Whether prompts that continue the same prefix are collected, and run in one forward pass."""
-        return self.way is not Way.CHAIN
+        return self.way is not Way.CHAIN and not self.prompt.is_prefix
 
     @property
     def takes_all(self) -> bool:
         """Whether every rank of the chain runs the prompt; otherwise only its decode rank."""
         return self.way in (Way.CHAIN, Way.AFTER_STORED)
-
-    @property
-    def beginning(self) -> Hashable:
-        """Key of the prefix that the chain keeps in memory for this prompt and those that follow; None without one."""
-        if self.before is not None:
-            return self.before.prompt.ids
-        return self.prefix.source if self.way is Way.AFTER_STORED and self.prefix is not None else None
 
     @property
     def known_tokens(self) -> int:
@@ -92,22 +81,13 @@ class Plan:
     @property
     def row_tokens(self) -> int:
         """Number of tokens that the prompt adds to a packed row."""
-        return self.prompt.tokens - (self.known_tokens if self.before is None else self.before.prompt.tokens)
-
-    @property
-    def is_beginning(self) -> bool:
-        """Whether this is the plan of a prefix that other prompts continue."""
-        return self.prompt.shared_tokens == len(self.prompt.ids)
+        return self.prompt.tokens - self.known_tokens
 
     def bounds_on(self, rank: int) -> tuple[int, int]:
         """Bounds of the slice on a rank of the chain; the first slice includes known tokens."""
         assert self.partition is not None
         place = Rotation.ending_at(self.partition.size, self.decode_rank).place_of(rank)
         return self.partition.slices()[place]
-
-    def goes_with(self, other: Plan) -> bool:
-        """Whether two prompts can share a packed row, since they continue the same prefix."""
-        return self.prefix is other.prefix if self.prefix is None else self.prefix.is_same(other.prefix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kvr_mpi.kv.relay import Relay, relays
 from kvr_mpi.kv.sequence import SequenceKV, bytes_to_read
 from kvr_mpi.partition import QUANTUM_TOKENS, Partition
 from kvr_mpi.prefill.memory_budget import GIB, Footprint, check_fits, choose_chunks
-from kvr_mpi.runtime.chain_runner import ChainRunner, shard_of
+from kvr_mpi.runtime.chain_runner import ChainRunner, absent_prefix, shard_of
 from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.topology import Rotation
@@ -42,28 +42,32 @@ class Planner:
             self._efficiency = session.sharing.efficiency(size)
 
     def plan(self, prompt: Prompt, decode_rank: int) -> Plan:
-        """Plan a prompt with the last slice on `decode_rank`, or on the rank that decodes the prefix it continues.
+        """Plan a prompt with the last slice on `decode_rank`, or on the rank that has the prefix it continues.
+
+        If other prompts share its first tokens, and the chain does not hold them, this plans their prefill instead.
 
         Raises `DocumentError` if the prompt does not fit on an empty chain (with the number of ranks needed); if
         keys and values are sharded and it has fewer tokens than the chain has ranks; or if the model lacks an id.
         """
         self._session.loaded.shape.check_ids(prompt.ids)
-        held = self._runner.beginning
-        if held is not None and held.key in (prompt.stored, prompt.ids[: prompt.shared_tokens]):
-            decode_rank = held.decode_rank
+        held = self._runner.shared
+        held = held if held is not None and held.suits(prompt) else None
+        decode_rank = decode_rank if held is None else held.decode_rank
         retain = self._session.retain_of(prompt)
         window = None if retain is None or retain.window is None else retain.window[0]  # whose queries are needed
-        prefix = self._runner.open_stored(prompt) if prompt.stored is not None else None
+        if prompt.stored is not None:
+            return self._plan(prompt, self._runner.prefix_of(prompt, decode_rank), decode_rank, window)
         # The window needs queries, which a prefix does not have.
         ids = prompt.ids[:window]
-        prefix = prefix or next((one for one in self._session.prefixes if ids[: one.length] == one.ids), None)
+        prefix = next((one for one in self._session.prefixes if ids[: one.length] == one.ids), None)
         if prompt.shared_tokens > (prefix.length if prefix else 0):
             with suppress(DocumentError):  # otherwise its whole prompt is planned
-                before = self._plan(prompt.beginning, prefix, decode_rank, None)
-                plan = self._with_memory(Plan(Way.AFTER_SHARED, prompt, prefix, decode_rank, before=before))
-                rows = self._on(decode_rank, self._session.kv_bytes(before.prompt.tokens) if self._holds(plan) else 0)
-                if self.fits_beside(plan, rows):
-                    return plan
+                shared = held.sequence if held is not None else absent_prefix(self._session, prompt)
+                plan = Plan(Way.ALONE, prompt, shared, decode_rank)
+                if self.fits_beside(self._with_memory(plan, is_held=False), [0] * self.size):
+                    if held is None:
+                        return self._plan(prompt.shared_prefix, prefix, decode_rank, None)
+                    return self._with_memory(plan, is_held=True)
         return self._plan(prompt, prefix, decode_rank, window)
 
     def fits_beside(self, plan: Plan, held_bytes: Sequence[int]) -> bool:
@@ -121,13 +125,13 @@ class Planner:
         return Partition.by_ratio(new, lengths, QUANTUM_TOKENS).after(known)
 
     def _plan(self, prompt: Prompt, prefix: SequenceKV | None, decode_rank: int, window: int | None) -> Plan:
-        """Plan a prompt without a beginning that is prefilled for several prompts, and check that it fits."""
+        """Plan a prompt after a prefix, and check that it fits on an empty chain."""
         spec, known = self._spec, prefix.length if prefix else 0
         is_compressed = prefix is not None and bool(prefix.compression)  # one rank holds the rows that heads kept
         drop = self._drop_of(prompt, prefix)
         if is_compressed or self._goes_alone(prompt.tokens - known, None if window is None else window - known):
             try:
-                return self._with_memory(Plan(Way.ALONE, prompt, prefix, decode_rank), drop)
+                return self._fitting(Plan(Way.ALONE, prompt, prefix, decode_rank), drop)
             except DocumentError:
                 if self.size > 1 or is_compressed or self._session.rolling is not None:
                     raise  # otherwise it may fit in chunks
@@ -138,7 +142,7 @@ class Planner:
                 f"least one; use shorter chains (parallel.ranks_per_chain), or output.kv = true"
             )
         if spec.is_sharded and is_stored:
-            return self._with_memory(Plan(Way.AFTER_STORED, prompt, prefix, decode_rank))
+            return self._fitting(Plan(Way.AFTER_STORED, prompt, prefix, decode_rank))
         partition = self.cut(prompt.tokens, known, decode_rank)
         if window is not None:
             partition = partition.with_last_from(window, known)
@@ -152,7 +156,7 @@ class Planner:
             )
 
         chunks = choose_chunks(spec.chunk_tokens, self._session.footprint, fits)
-        return self._with_memory(Plan(Way.CHAIN, prompt, prefix, decode_rank, partition, chunks), drop)
+        return self._fitting(Plan(Way.CHAIN, prompt, prefix, decode_rank, partition, chunks), drop)
 
     def _goes_alone(self, tokens: int, before_window: int | None) -> bool:
         """Whether one rank prefills a prompt of this length, part of which precedes compression's window."""
@@ -174,16 +178,19 @@ class Planner:
             return drop
         return replace(drop, kv_bytes=max(0, drop.kv_bytes - pool.page_bytes))  # last pages are partly empty
 
-    def _with_memory(self, plan: Plan, drop: PlannedDrop | None = None) -> Plan:
-        """Add what a prompt needs and keeps on each rank, and refuse it if it does not fit on an empty chain.
+    def _fitting(self, plan: Plan, drop: PlannedDrop | None = None) -> Plan:
+        """Add what a prompt needs and keeps on each rank, and refuse it if it does not fit on an empty chain."""
+        if self._session.footprint is not None:
+            self._check_fits(self._with_memory(plan, drop, is_held=False), self._session.footprint, drop)
+        return self._with_memory(plan, drop, is_held=self._holds(plan))
 
-        A prefix that is in memory already is not counted.
-        """
-        prompt, rank, session, before = plan.prompt, plan.decode_rank, self._session, plan.before
-        footprint, pack_tokens, own = session.footprint, self._runner.pack_tokens, self._own_bytes(plan)
+    def _with_memory(self, plan: Plan, drop: PlannedDrop | None = None, *, is_held: bool) -> Plan:
+        """Add what a prompt needs and keeps on each rank; its prefix is not counted if the chain holds it."""
+        prompt, rank, session = plan.prompt, plan.decode_rank, self._session
+        footprint, pack_tokens, own = session.footprint, self._runner.pack_tokens, self._own_bytes(plan, is_held)
         kept, needs = self._on(rank, own if drop is None else own - drop.kv_bytes), None
         if plan.way is Way.AFTER_STORED:
-            kept = self._stored_bytes(plan, is_held=self._holds(plan))
+            kept = self._stored_bytes(plan, is_held)
             if footprint is not None:
                 row_bytes = footprint.activation_bytes(max(plan.row_tokens, pack_tokens))
                 needs = [each + row_bytes for each in kept]
@@ -198,52 +205,52 @@ class Planner:
             needs = self._on(rank, footprint.slice_bytes(alone, reserve_tokens=prompt.new_tokens, drop=drop))
         elif footprint is not None:
             needs = self._on(rank, own + footprint.activation_bytes(pack_tokens))
-        if before is not None and not self._holds(plan):
-            beginning = self._on(rank, session.kv_bytes(before.prompt.tokens))
-            kept = [own + each for own, each in zip(kept, beginning, strict=True)]
-            more = before.needs if before.takes_all and before.needs is not None else beginning
-            needs = None if needs is None else [own + each for own, each in zip(needs, more, strict=True)]
+            if self._has_own_prefix(plan) and not session.loaded.attends_in_parts:  # which copies while it runs
+                needs[rank] += session.kv_bytes(prompt.tokens)
         keep = range(self.size) if self._spec.is_sharded and plan.takes_all else [rank]
-        if not self._spec.generation.max_new_tokens:  # prefill ends the prompt
+        if not self._spec.generation.max_new_tokens and not prompt.is_prefix:  # prefill ends the prompt
             keep = []
         rows = self._on(rank, own) if drop is not None and drop.is_late else kept
         if plan.partition is not None and plan.prefix is not None and plan.prefix.is_stored:
             # Other ranks hold a few layers of it at a time.
             layers = min(1.0, (LAYERS_HELD + 1 + LAYERS_AHEAD) / len(session.loaded.shape.layers))
             rows = [max(each, int(layers * session.kv_bytes(plan.known_tokens))) for each in kept]
-        plan = replace(plan, needs=needs, rows=rows, kept={each: kept[each] for each in keep})
-        if before is None and footprint is not None:
-            self._check_fits(plan, footprint, drop)
-        return plan
+        return replace(plan, needs=needs, rows=rows, kept={each: kept[each] for each in keep})
 
     def _holds(self, plan: Plan) -> bool:
-        """Whether the prefix that a prompt continues is in memory."""
-        held = self._runner.beginning
-        return held is not None and held.key == plan.beginning
+        """Whether the chain holds the prefix that a prompt continues."""
+        held = self._runner.shared
+        return held is not None and plan.prefix is held.sequence
+
+    def _has_own_prefix(self, plan: Plan) -> bool:
+        """Whether a prompt continues a prefix that not all prompts begin with."""
+        return plan.prefix is not None and plan.prefix not in self._session.prefixes
 
     def _on(self, rank: int, size: int) -> list[int]:
         """Return a list with the bytes on one rank of the chain, and 0 on the others."""
         return [size * (each == rank) for each in range(self.size)]
 
-    def _own_bytes(self, plan: Plan) -> int:
-        """Bytes of a prompt's cache before compression, with room for the answer and without shared rows."""
-        tokens, session = plan.prompt.tokens + plan.prompt.new_tokens, self._session
-        if plan.before is None or not session.loaded.attends_in_parts:  # a model's own attention may need a copy
-            page_bytes, stored = session.pool.page_bytes if session.pool.is_paged else 0, plan.prompt.stored
-            if plan.prefix is None or not plan.prefix.is_stored:
-                return session.kv_bytes(tokens)
-            whole = session.kv_bytes(tokens) + page_bytes  # its last page is copied
-            if not plan.prefix.compression or stored is None:
-                return whole
-            kept = sum(piece.bytes for piece in stored.pieces) + page_bytes  # heads' last pages are partly empty
-            return min(whole, kept + session.kv_bytes(tokens - plan.known_tokens) + page_bytes)
-        shared = plan.before.prompt.tokens
-        return session.kv_bytes(tokens - (shared if not session.pool.is_paged else shared // PAGE_ROWS * PAGE_ROWS))
+    def _own_bytes(self, plan: Plan, is_held: bool) -> int:
+        """Bytes of a prompt's cache before compression with room for the answer, and of a prefix that is not held."""
+        tokens, session, prefix = plan.prompt.tokens + plan.prompt.new_tokens, self._session, plan.prefix
+        if prefix is None or not self._has_own_prefix(plan):
+            return session.kv_bytes(tokens)
+        stored, page_bytes = plan.prompt.stored, session.pool.page_bytes if session.pool.is_paged else 0
+        before, shared = session.kv_bytes(prefix.length), prefix.length
+        if stored is not None and prefix.compression:
+            before = sum(piece.bytes for piece in stored.pieces) + page_bytes  # heads' last pages are partly empty
+            own = session.kv_bytes(tokens - shared) + page_bytes
+        elif not prefix.lends_rows(tokens):
+            own = session.kv_bytes(tokens)
+        else:  # of what is in pages, only whole ones are shared
+            own = session.kv_bytes(tokens - (shared // PAGE_ROWS * PAGE_ROWS if session.pool.is_paged else shared))
+        return own if is_held else before + own
 
-    def _stored_bytes(self, plan: Plan, *, is_held: bool) -> list[int]:
+    def _stored_bytes(self, plan: Plan, is_held: bool) -> list[int]:
         """Bytes of a question's own tokens, and of each rank's shard of its document if it is not in memory."""
         ranks = range(self.size)
-        found = [0 if is_held else bytes_to_read(shard_of(self._session, plan, rank, self.size)) for rank in ranks]
+        shards = (shard_of(self._session, plan.prompt, plan.decode_rank, rank, self.size) for rank in ranks)
+        found = [0 if is_held else bytes_to_read(shard) for shard in shards]
         tokens = plan.row_tokens + plan.prompt.new_tokens
         found[plan.decode_rank] += tokens * self._session.loaded.shape.kv_bytes_per_token
         return found
@@ -274,7 +281,7 @@ class Planner:
                 f"{max(plan.rows) / GIB:.2f} and {rest / GIB:.2f} GiB; use longer chains"
             )
         if plan.way is Way.AFTER_STORED:
-            needs = max(self._stored_bytes(plan, is_held=False)) + footprint.activation_bytes(plan.row_tokens)
+            needs = max(plan.rows) + footprint.activation_bytes(plan.row_tokens)
             if needs > free:
                 raise DocumentError(
                     f"a stored prompt of {plan.known_tokens} tokens over {counted(self.size, 'rank')}: each "

@@ -86,8 +86,13 @@ class Prompt(PromptText):
         return self.document_id + (f", part {self.part + 1} of {self.parts}" if self.parts > 1 else "")
 
     @property
-    def beginning(self) -> Prompt:
-        """The prompt of the first tokens that others share; it is not answered."""
+    def is_prefix(self) -> bool:
+        """Whether this is the prefix that several prompts share; it is not answered."""
+        return self.shared_tokens == len(self.ids)
+
+    @property
+    def shared_prefix(self) -> Prompt:
+        """The prompt of the first tokens that others share."""
         return replace(self, ids=self.ids[: self.shared_tokens], text=(0, 0), new_tokens=0)
 
     def to_wire(self) -> tuple[dict[str, Any], bytes]:

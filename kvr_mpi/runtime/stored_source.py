@@ -139,7 +139,8 @@ class StoredSource:
         prompt = config.questions[name].after(tuple(tokens.ids), tokens.text, record.dropped_tokens)
         if config.checks_answers:  # the text itself is not stored
             document = replace(document, text=config.tokenizer.decode(tokens.ids[slice(*tokens.text)]))
-        return Split(document, config.scoring(document), work, [prompt], source)
+        shared_tokens = 0 if source is None else source.tokens
+        return Split(document, config.scoring(document), work, [prompt], source, shared_tokens)
 
     def _find(self, asked: Asked) -> tuple[Record, CachedTokens, StoredPrefix | None]:
         """Return the document of a question, and open it unless it was the last one."""

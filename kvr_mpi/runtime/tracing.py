@@ -25,7 +25,7 @@ def begin_row(events: Events, session: Session, row: Sequence[Plan], chain: Tran
     events.begin("prefilling", prompt.name + others)
     if not events.keeps_spans:
         return
-    is_packed, is_alone = plan.in_rows and not plan.is_beginning, plan.partition is None
+    is_packed, is_alone = plan.in_rows, plan.partition is None
     tokens = sum(each.prompt.tokens for each in row)
     start, stop = (0, tokens) if is_packed else _own_slice(plan, chain)
     # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
@@ -36,7 +36,7 @@ def begin_row(events: Events, session: Session, row: Sequence[Plan], chain: Tran
         TracedPrompt(
             document=prompt.document_id + others,
             part=0 if is_packed else prompt.part,
-            what="packed" if is_packed else "shared" if plan.is_beginning else "prompt",
+            what="packed" if is_packed else "shared" if prompt.is_prefix else "prompt",
             tokens=tokens,
             start=start,
             stop=stop,
@@ -52,8 +52,7 @@ def end_row(events: Events, prefills: Sequence[Prefill]) -> None:
     """Record the times of prompts on this rank, once per forward pass."""
     for _, same_pass in itertools.groupby(prefills, lambda prefill: prefill.began_s):
         prefill = next(same_pass)
-        # Its time may include a shared prefix, which has its own span.
-        ended_s = min(prefill.began_s + prefill.seconds, time.perf_counter())
+        ended_s = prefill.began_s + prefill.seconds
         events.add(Span("prefill", prefill.began_s, ended_s, events.prompt, amount=prefill.sent_bytes))
         for span in prefill.spans:
             events.add(span._replace(prompt=events.prompt))

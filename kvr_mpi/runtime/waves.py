@@ -67,7 +67,9 @@ class WaveScheduler:
         self._waiting.extend(prompts)
 
     def decide(self, *, wave_s: float, has_documents: bool) -> Plan | Next:
-        """Decide on the next action; a plan that is returned has left the queue, and its memory is accounted for.
+        """Decide on the next action: a prompt, which has then left the queue, or the prefix that it shares with others.
+
+        The memory of a plan that is returned is accounted for.
 
         Raises `DocumentError` if `next_prompt` cannot run on this chain.
 
@@ -88,11 +90,13 @@ class WaveScheduler:
         if holds_any and not (fits and self._planner.fits_shared(together, largest)):
             return Next.DECODE
         self._largest = largest
-        self._waiting.popleft()
-        self._begun += 1
+        is_answered = not plan.prompt.is_prefix
+        if is_answered:
+            self._waiting.popleft()
+            self._begun += 1
         for rank, size in plan.kept.items():
             held = self.held[rank]
-            self.held[rank] = Held(held.sequences + 1, held.bytes + size)
+            self.held[rank] = Held(held.sequences + is_answered, held.bytes + size)
         return plan
 
     @property

@@ -78,21 +78,23 @@ class ChainWorker:
         """Prefill the next prompt, or collect it for a packed row on the ranks that run it."""
         runner, rank = self._runner, self._chain.rank
         runner.expect(plan)
-        if not runner.goes_on(plan):
+        if not runner.holds(plan):
             self._prefill_rows()
-            if plan.before is not None:
-                self._begin([plan.before])
-            if (beginning := runner.begin(plan)) is not None:
-                end_row(self._events, [beginning])
+            runner.hold(plan)
+        takes_part = plan.takes_all or rank == plan.decode_rank
         if plan.in_rows:
             self._put_off += 1
-            if plan.takes_all or rank == plan.decode_rank:
+            if takes_part:
                 self._rows.append(plan)
             return
-        self._begin([plan])
-        prefill = self._prefill_slice(plan)
-        end_row(self._events, [prefill])
-        if runner.is_sharded or rank == plan.decode_rank:
+        prefill = None
+        if takes_part:
+            self._begin([plan])
+            prefill = self._prefill_slice(plan)
+            end_row(self._events, [prefill])
+        if plan.prompt.is_prefix:
+            runner.hold_computed(plan, prefill)
+        elif prefill is not None and (runner.is_sharded or rank == plan.decode_rank):
             self._decoder.start(plan.prompt, prefill)
 
     def _begin(self, row: Sequence[Plan]) -> None:
@@ -128,6 +130,7 @@ class ChainWorker:
                     self._sink.write_record(record, plan.prompt.document_work)
                 continue
             end_row(self._events, prefills)
+            self._runner.count_prefix(row, prefills)
             for plan, prefill in zip(row, prefills, strict=True):
                 self._decoder.start(plan.prompt, prefill)
 
@@ -152,8 +155,8 @@ class ChainWorker:
     def _exchange_parts(self) -> None:
         """Send the leader the memory in use on the ranks, and new records of document parts."""
         self._events.begin("waiting", "for its chain's other ranks")
-        beginning = self._runner.beginning
-        held = self._decoder.held(None if beginning is None else beginning.sequence)
+        shared = self._runner.shared
+        held = self._decoder.held(None if shared is None else shared.sequence)
         parts = [(key, asdict(record)) for key, record in self._decoder.take_parts()]
         self._members.barrier()  # sleeps while it waits, so that decoding ranks get the cores
         ranks = gather_json(self._members, [asdict(held), parts])
@@ -169,7 +172,7 @@ def _rows(waiting: Sequence[Plan], pack_tokens: int) -> list[list[Plan]]:
     left = 0
     for plan in waiting:
         left -= plan.row_tokens
-        if left < 0 or not rows or not plan.goes_with(rows[-1][0]):
+        if left < 0 or not rows or plan.prefix is not rows[-1][0].prefix:
             rows.append([])
             left = pack_tokens - plan.row_tokens
         rows[-1].append(plan)

@@ -48,7 +48,8 @@ def test_layers_are_read_ahead_once_and_forgotten() -> None:
         stored.sequence.open(2)
     assert all(rows.eq(2).all() for rows in stored.sequence.rows(2, 0, 2))
     assert stored.read == [0, 1, 2, 2], "in order, and what has failed again"
-    stored.sequence.unload()
+    for number in range(3):
+        stored.sequence.close(number)
     assert not stored.sequence.pool.blocks
     assert all(rows.eq(1).all() for rows in stored.sequence.rows(1, 0, 2)), "read again"
     stored.sequence.release()

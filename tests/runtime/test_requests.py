@@ -21,6 +21,8 @@ from kvr_mpi.documents.document import OwnGeneration
 from kvr_mpi.documents.prompts import Frame
 from kvr_mpi.errors import DocumentError
 from kvr_mpi.job import PromptSection
+from kvr_mpi.kv.chain import SliceRow
+from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill
 from kvr_mpi.runtime.prompt import Prompt
@@ -177,6 +179,28 @@ def test_answers_are_those_of_each_prompt_alone(run_job: Any) -> None:
             longest = [record for name, record in found.items() if name.startswith("doc-4.txt")]
             computed = sorted(record.computed_tokens for record in longest)
             assert computed[0] < computed[1] < 80 < 200 < computed[2], way
+
+
+def test_a_prefix_that_fails_is_an_error_record_for_each_of_its_prompts(
+    run_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the first rank of its chain runs out of memory; the prompts about other texts are answered."""
+    asked = f"prompt.template={toml_of({'p': PROMPTS}).partition('=')[2]}"
+    truth = run_job(2, asked)
+    second = truth.records["doc-4.txt#when"]
+    shared = second.prompt_tokens - second.computed_tokens
+
+    def no_memory(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> torch.Tensor:
+        if isinstance(cache, SliceRow) and (cache.prompt_tokens, cache.relay.position) == (shared, 0):
+            raise MemoryError("out of memory (on purpose)")
+        return run_model(model, ids, cache, **options)
+
+    monkeypatch.setattr("kvr_mpi.prefill.one_prompt.run_model", no_memory)
+    run = run_job(2, asked, code=65)
+    failed = {name for name, record in run.records.items() if record.error}
+    assert {name.rpartition("#")[0] for name in failed} == {"doc-4.txt"} and len(failed) == len(PROMPTS)
+    assert all("ran out of memory" in run.records[name].error for name in failed)
+    assert all(run.records[name].token_ids == ids for name, ids in truth.tokens.items() if name not in failed)
 
 
 def test_a_corpus_has_an_entry_for_each_prompt(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from kvr_mpi.errors import DocumentError, PartitionError
 from kvr_mpi.fairkv.sharing import PlacedHeads
 from kvr_mpi.job.spec import DecodeSection
 from kvr_mpi.kv.relay import relays
+from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
-from kvr_mpi.runtime.chain_runner import Beginning
+from kvr_mpi.runtime.chain_runner import SharedPrefix, absent_prefix
 from kvr_mpi.runtime.plan import Way
 from kvr_mpi.runtime.planner import Planner
 from kvr_mpi.runtime.prompt import Prompt
@@ -32,6 +33,7 @@ from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.tuning.table import Table
 
 RATES = Rates(1e-6, 1e-9)
+SHAPE = SimpleNamespace(check_ids=lambda ids: None, layers=())
 
 
 def chain_of(size: int, **session: Any) -> Any:
@@ -44,7 +46,7 @@ def chain_of(size: int, **session: Any) -> Any:
             chunk_tokens="auto",
             generation=SimpleNamespace(max_new_tokens=4),
         ),
-        "loaded": SimpleNamespace(attends_in_parts=True, shape=SimpleNamespace(check_ids=lambda ids: None)),
+        "loaded": SimpleNamespace(attends_in_parts=True, shape=SHAPE),
         "footprint": SimpleNamespace(
             activation_bytes=lambda tokens: 1000, slice_bytes=lambda route, **given: 0, takes_chunks=False
         ),
@@ -57,7 +59,7 @@ def chain_of(size: int, **session: Any) -> Any:
     }
     chain = SimpleNamespace(size=size)
     return SimpleNamespace(
-        session=SimpleNamespace(**usual | session), chain=chain, first_rank=0, pack_tokens=2048, beginning=None
+        session=SimpleNamespace(**usual | session), chain=chain, first_rank=0, pack_tokens=2048, shared=None
     )
 
 
@@ -107,20 +109,30 @@ def prompt_of(tokens: int, shared_tokens: int = 0) -> Prompt:
             {"pool": SimpleNamespace(is_paged=True, nbytes=5000, page_bytes=0)},
             44 + 5 + 4,
         ),  # of 300 tokens one page is shared, the rest copied
-        ({"loaded": SimpleNamespace(attends_in_parts=False)}, 305 + 4),  # a model's own attention needs a copy
+        ({"loaded": SimpleNamespace(attends_in_parts=False, shape=SHAPE)}, 5 + 4),
     ],
 )
 def test_a_shared_document_is_counted_once(changed: dict[str, Any], own: int) -> None:
-    """What its prompts keep and need; the beginning only while it is not in memory."""
-    for loaded in changed.values():
-        loaded.shape = SimpleNamespace(check_ids=lambda ids: None)
+    """It is a prompt of its own, and those that share it keep only what follows it; a model's own attention copies."""
+    copied = 305 if "loaded" in changed else 0
     planner = Planner(chain := chain_of(5, **changed))
     plan = planner.plan(prompt_of(305, 300), 1)
-    assert plan.way is Way.AFTER_SHARED and plan.before is not None and plan.before.way is Way.ALONE
-    assert plan.kept == {1: 300 + own} and plan.needs == [0, 300 + own + 1000, 0, 0, 0]
-    chain.beginning = Beginning(plan.beginning, 1)
-    again = planner.plan(prompt_of(305, 300), 0)
-    assert again.kept == {1: own} and again.needs == [0, own + 1000, 0, 0, 0]
+    assert plan.way is Way.ALONE and plan.prompt.is_prefix and plan.prompt.tokens == 300 and not plan.in_rows
+    assert plan.kept == {1: 300} and plan.needs == [0, 300 + 1000, 0, 0, 0]
+    chain.shared = SharedPrefix(absent_prefix(chain.session, prompt_of(305, 300)), 1)
+    asked = planner.plan(prompt_of(305, 300), 0)
+    assert asked.way is Way.ALONE and asked.known_tokens == 300 and asked.row_tokens == 5
+    assert asked.kept == {1: own} and asked.needs == [0, own + copied + 1000, 0, 0, 0]
+    other = planner.plan(replace(prompt_of(305, 300), ids=(7, *range(304))), 0)
+    assert other.prompt.is_prefix and other.prompt.ids[0] == 7, "other tokens, however many"
+
+
+def test_a_document_that_leaves_no_room_for_a_prompt_is_not_shared() -> None:
+    for free, is_shared in ((300 + 9 + 1000, True), (300 + 8 + 1000, False)):
+        chain = chain_of(1, free_bytes=[free])
+        chain.session.footprint.slice_bytes = lambda route, **given: 0
+        plan = Planner(chain).plan(prompt_of(305, 300), 0)
+        assert plan.prompt.is_prefix == is_shared and plan.prompt.tokens == (300 if is_shared else 305)
 
 
 @pytest.mark.parametrize(("page_bytes", "own"), [(None, 90 + 5 + 4), (3, 90 + 5 + 4 + 2 * 3)])
@@ -129,11 +141,15 @@ def test_a_question_about_a_compressed_document_is_planned_with_what_is_stored(
 ) -> None:
     pool = SimpleNamespace(is_paged=page_bytes is not None, nbytes=5000, page_bytes=page_bytes)
     stored = StoredPrefix("a", (Piece("a", "kv.h5", 90, ""),), 300, "kvzip")
-    prefix = SimpleNamespace(length=300, compression="kvzip", is_stored=True)
     chain = chain_of(2, pool=pool)
-    chain.open_stored = lambda prompt: prefix
-    plan = Planner(chain).plan(replace(prompt_of(305), stored=stored), 1)
+    prefix = SequenceKV(chain.session.loaded, pool, 300, length=300, compression="kvzip", source=stored)
+    chain.prefix_of = lambda prompt, decode_rank: prefix
+    plan = Planner(chain).plan(replace(prompt_of(305, 300), stored=stored), 1)
     assert plan.way is Way.ALONE and plan.kept == {1: own} and plan.needs == [0, own + 1000]
+    chain.shared = SharedPrefix(prefix, 1)
+    held = 90 + (page_bytes or 0)
+    again = Planner(chain).plan(replace(prompt_of(305, 300), stored=stored), 1)
+    assert again.kept == {1: own - held} and again.needs == [0, own - held + 1000]
 
 
 def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:

@@ -24,6 +24,7 @@ from kvr_mpi.kv.chain import SliceRow
 from kvr_mpi.kv.sequence import SequenceKV, bytes_of
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill.memory_budget import GIB, footprint_of
+from kvr_mpi.prefill.packed import PACK_TOKENS
 from kvr_mpi.report.page import RunFacts, make_page
 from kvr_mpi.report.timeline import read_timelines
 from kvr_mpi.runtime.prediction import plan_job
@@ -186,3 +187,8 @@ def test_a_document_is_read_once_and_given_back_where_the_next_does_not_fit_besi
         once = Counter(tokens for tokens in reads.values() if tokens)  # of each document in all layers the same
         assert sorted(once.values()) == [3] * len(DOCUMENTS) and max(once) <= longest
     assert most[2] <= room < most[1]
+    # On one rank, also if each question is in a row of its own.
+    monkeypatch.setitem(PACK_TOKENS, "cpu", 1)
+    reads.clear()
+    assert run_job(1, chosen, of=ask_about(run, *QUESTIONS)).tokens == whole.tokens
+    assert sorted(Counter(tokens for tokens in reads.values() if tokens).values()) == [3] * len(DOCUMENTS)

@@ -31,18 +31,19 @@ FREE = 100
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of so many bytes."""
+    """A prompt of so many bytes; or a prefix that the next prompts share."""
 
     document_id: str
     part: int
     bytes: int
+    is_prefix: bool = False
 
 
 @dataclass(frozen=True)
 class Planned:
     """A prompt on a rank, and what it keeps there."""
 
-    request: Request
+    prompt: Request
     decode_rank: int
     kept: dict[int, int]
 
@@ -63,7 +64,7 @@ class Ranks:
 
     def fits_beside(self, plan: Planned, held_bytes: Sequence[int]) -> bool:
         return all(
-            self.needs(plan.request, plan.decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes)
+            self.needs(plan.prompt, plan.decode_rank, rank) + held <= FREE for rank, held in enumerate(held_bytes)
         )
 
     @staticmethod
