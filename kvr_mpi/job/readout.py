@@ -87,7 +87,8 @@ def readout_of(spec: JobSpec, hidden_size: int) -> Readout | None:
         return Readout(None, stretch_tokens=int(spec.output.text_logprobs)) if spec.output.text_logprobs else None
     if dimensions > hidden_size:
         raise ConfigError(f"output.dimensions = {dimensions}: embeddings of this model have {hidden_size} dimensions")
+    normalizes = spec.output.dimensions == hidden_size  # shorter ones are normalized anyway
     if wanted in ("last", "mean"):
-        return Readout(wanted, dimensions)
+        return Readout(wanted, dimensions, normalizes)
     own = read_pooling(spec.model.path)
-    return Readout(own.pooling, dimensions, own.normalizes, own.prompts[wanted])
+    return Readout(own.pooling, dimensions, own.normalizes or normalizes, own.prompts[wanted])

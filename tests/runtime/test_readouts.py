@@ -17,8 +17,10 @@ import transformers as tf
 from constants import Kvr
 from made_jobs import TEXT, load, plain_job, refusal, toml_of, with_settings
 
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.job.inputs import identity_of
+from kvr_mpi.job.readout import readout_of
 from kvr_mpi.model import final_states
 from kvr_mpi.prefill import reading
 from kvr_mpi.store.results import open_results
@@ -153,6 +155,10 @@ def test_the_models_own_embeddings_are_those_of_sentence_transformers(
     assert "modules.json" in refused.log and "'last' or 'mean'" in refused.log
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     assert "cls_token" in run_job(1, model, "output.embedding=query", of=texts_job, code=EXIT_CONFIG).log
+    whole = readout_of(load(texts_job, "output.embedding=mean", "output.dimensions=32"), 32)
+    assert whole is not None
+    stored = whole.fields(PromptText((1,)), torch.full((32,), 3.0))
+    np.testing.assert_allclose(np.linalg.norm((stored or {})["embedding"]), 1, rtol=1e-6)
     too_many = run_job(1, "output.embedding=mean", "output.dimensions=33", of=texts_job, code=EXIT_CONFIG)
     assert "32 dimensions" in too_many.log
 
