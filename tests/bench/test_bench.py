@@ -42,13 +42,11 @@ from kvr_mpi.transport.local import LocalTransport, run_local
 def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpirun: Any) -> None:
     rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     command = [sys.executable, "-m", "benchmarks", "first-token"]
-    words = ["--model", tiny_model_dir, "--contexts", "128,256", "--repeats", "2", "--roofline", "--dtype", "float32"]
+    words = ["--model", tiny_model_dir, "--contexts", "128", "--repeats", "2", "--roofline", "--dtype", "float32"]
     run = mpirun(2, [*command, *words, "--json", rows_file, "--plot", plot], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     rows = json.loads(rows_file.read_text())
-    assert [(row["strategy"], row["context_tokens"]) for row in rows] == [
-        (s, n) for n in (128, 256) for s in STRATEGIES
-    ]
+    assert [(row["strategy"], row["context_tokens"]) for row in rows] == [(name, 128) for name in STRATEGIES]
     for row in rows:
         # Ours runs beside each of the others.
         is_ours = row["strategy"] == row["ours"] == "kvr-s"
@@ -58,7 +56,7 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpi
         assert row["times_ours_low"] <= row["times_ours"] <= row["times_ours_high"] and not row["is_told_apart"]
         assert 0 < row["ttft_min_s"] <= row["ttft_s"] <= row["ttft_max_s"]
         assert 0 <= row["wait_s"] <= row["ttft_max_s"] and 0 < row["least_s"] < row["ttft_min_s"]
-        single = next(r for r in rows if r["strategy"] == "single" and r["context_tokens"] == row["context_tokens"])
+        single = next(r for r in rows if r["strategy"] == "single")
         assert row["runs_in"].startswith("float32") and row["error"] < 1e-5
         assert row["speedup_over_single"] == pytest.approx(single["times_ours"] / row["times_ours"])
         if row["strategy"].startswith("kvr"):
@@ -68,7 +66,7 @@ def test_bench_measures_every_strategy(tmp_path: Path, tiny_model_dir: Path, mpi
             assert row["link_bytes"] == first * 3 * 2 * 2 * 8 * 4
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert all(strategy in run.stdout for strategy in STRATEGIES)
-    assert run.stdout.count("products with weights") == 2 and "the best runs reach" in run.stdout
+    assert run.stdout.count("products with weights") == 1 and "the best runs reach" in run.stdout
     words = ["--model", tiny_model_dir, "--contexts", "64", "--repeats", "1"]
     usual = mpirun(2, [*command, *words, "--strategies", "ring-lent,kvr-s", "--json", rows_file], cwd=ROOT)
     assert usual.returncode == 0, usual.stderr
