@@ -18,6 +18,7 @@ from made_jobs import with_settings
 from models import tiny
 
 from benchmarks.calibrate import calibration_cells, fit
+from benchmarks.compress import main as compress
 from benchmarks.first_token import STRATEGIES
 from benchmarks.forecast import main as forecast
 from benchmarks.pairs import Patience, drift_of, measure_pairs, ratio_of, ratios_of
@@ -139,6 +140,21 @@ def test_every_way_decodes_the_same_documents(mpirun: Any, job: Path, tmp_path: 
     found = {row["way"]: row for row in rows[: len(WAYS)]}
     assert found["in proportion"]["predicted"]["sync"] >= found["SHA"]["predicted"]["sync"]
     assert found["whole, SHA"]["heads"] == [1, 1] and found["apart"]["heads"] == [2, 2]
+
+
+def test_reference_answers_are_scored_after_compressed_texts(tiny_model_dir: Path, tmp_path: Path) -> None:
+    texts = {"long": "The boats left the harbour. " * 20, "short": "Nobody saw the boats. " * 8}
+    rows = [{"id": name, "text": text, "query": "Who saw it?", "reference": "Nobody."} for name, text in texts.items()]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--questions", tmp_path / "asked.jsonl", "--budgets", "0.3", "--window", "16", "--needles", "0"]
+    words += ["--methods", "ada-snapkv", "kvzip", "--json", tmp_path / "rows.json"]
+    compress(["--model", str(tiny_model_dir), *map(str, words)])
+    found = json.loads((tmp_path / "rows.json").read_text())["continuations"]
+    assert [row["document"] for row in found] == 5 * ["short"] + 5 * ["long"], "the shortest first"
+    for full, none, *ours in (found[:5], found[5:]):
+        assert (full["method"], none["method"]) == ("full", "none") and none["nll"] != full["nll"] > 0
+        assert [row["method"] for row in ours] == ["ada-snapkv", "ada-snapkv", "kvzip"]
+        assert all(row["kept"] < full["tokens"] and row["more"] == row["nll"] - full["nll"] != 0 for row in ours)
 
 
 # Ratios of pairs: what is said of them, how long they are measured, and that a drift does not change them
