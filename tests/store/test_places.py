@@ -21,7 +21,7 @@ from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.log import seal
 from kvr_mpi.store.places import Place, Records
 from kvr_mpi.store.record import record_values
-from kvr_mpi.store.results import Results
+from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import open_run
 from kvr_mpi.transport.local import LocalTransport
@@ -107,3 +107,20 @@ def test_a_million_answers_need_little_memory(tmp_path: Path, monkeypatch: pytes
     lock.release()
     assert (folder / "results.h5").exists()
     assert max(peaks) < 150, f"bytes for each document: {peaks}"
+
+
+def test_runs_that_are_read_together_need_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their records are columns, too; here of two times 2,500."""
+    monkeypatch.setattr(places, "BLOCK", 1 << 12)
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        take(folder, corpus=corpus_of([])).lock.release()
+        write(folder, 0, [record(f"{folder.name}-{n:07d}") for n in range(2_500)])
+    tracemalloc.start()
+    try:
+        found = read_results(folders)
+        peak = (tracemalloc.get_traced_memory()[1] - CACHE_BYTES) / 5_000
+    finally:
+        tracemalloc.stop()
+    assert len(found) == len(found.ids("done")) == 5_000 and "b-0002499" in found
+    assert peak < 250, f"{peak} bytes for each document"
