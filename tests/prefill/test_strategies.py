@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from kvr_mpi.kv import buffers
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, continued, differences, error_share, first_difference
+from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, differences, error_share, first_difference
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
 from kvr_mpi.transport import Transport, mpi, staging
 from kvr_mpi.transport.forwarder import Forwarder
@@ -29,6 +30,13 @@ from kvr_mpi.transport.local import LocalTransport, run_local
 RING = LENT["ring"]
 RIVALS = [name for name, strategy in LENT.items() if strategy.exchange is not None]
 KVR_CUT = Partition((0, 20, 40, 50, 64))
+
+
+@functools.cache
+def truth_of(model: str, tokens: int) -> Continuation:
+    """What one process gives."""
+    loaded = tiny(model)
+    return continued(loaded.model, single(loaded, prompt(tokens)), NEW_TOKENS)
 
 
 # A length that the ranks divide, and two that they do not.
@@ -40,8 +48,7 @@ def test_rivals_equal_one_process(name: str, is_published: bool, size: int, toke
     strategy = (PUBLISHED if is_published else LENT)[name]
     cut, decodes = strategy.cut_evenly(tokens, size), 0 if name == "ring" else size - 1
     for model in ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gemma2-softcap", "gpt-oss-sinks"):
-        loaded, ids = tiny(model), prompt(tokens)
-        truth = continued(loaded.model, single(loaded, ids), NEW_TOKENS)
+        loaded, ids, truth = tiny(model), prompt(tokens), truth_of(model, tokens)
         prepare_model(loaded.model, chain=True)
         ranks = run_local(size, lambda rank: strategy.prefill(loaded, ids, cut, rank, NEW_TOKENS))  # noqa: B023
         assert [at for at, rank in enumerate(ranks) if rank.logits is not None] == [decodes]
