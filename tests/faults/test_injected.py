@@ -1,4 +1,4 @@
-"""A file that fails, once or always: see ``injection``. `make test-all` runs two cases, and
+"""A file that fails, once or always: see ``injection``. `make test-all` runs four cases, and
 ``make test-long PARTS=faults SEEDS=1-300`` those of these seeds, or ``SEEDS=17`` one.
 """
 
@@ -18,7 +18,7 @@ from injection import Kinds, draw, run_case
 from test_faults import seeds
 from warm import can_watch, server
 
-SEEDS = os.environ.get("KVR_TEST_SEEDS") or "1-2"
+SEEDS = os.environ.get("KVR_TEST_SEEDS") or "1-4"
 ENDS = [2, *range(3, 12288, 3)]
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 
