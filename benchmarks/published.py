@@ -345,7 +345,10 @@ def attend_masked(
         return PartialAttention(out, lse.float())
     if params.expand is not None:
         keys, values = params.expand(keys, values)
-    return _attend_blocks(query, keys, values, params, offset=offset, window=None, dense=True)
+    seen = offset + query.shape[2]
+    if seen < keys.shape[2]:  # computed, and not used
+        _attend_blocks(query, keys[:, :, seen:], values[:, :, seen:], params, offset=None, window=None)
+    return _attend_blocks(query, keys[:, :, :seen], values[:, :, :seen], params, offset=offset, window=None)
 
 
 def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:
