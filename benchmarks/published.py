@@ -22,10 +22,10 @@ from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, _attend_blocks, attend, attend_range
-from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.chain import LAYERS_AHEAD
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.layer import RowCache, RowLayer
+from kvr_mpi.kv.pool import LayerBuffers
 from kvr_mpi.kv.relay import Range, join_ranges
 from kvr_mpi.kv.sequence import Pair, SequenceKV, by_head
 from kvr_mpi.model import LoadedModel

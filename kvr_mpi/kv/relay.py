@@ -103,9 +103,10 @@ class Relay:
                 yield segment, here, sent
 
     def first_held(self, visibility: Visibility) -> int:
-        """Position of the first token from which this rank holds all keys and values of a layer."""
-        first = 0 if self.receives_all or not self.position else visibility.first_key(self.own[0])
-        return 0 if first <= self.known else first
+        """Position of the first token after the known ones from which this rank holds all of a layer."""
+        return (
+            self.known if self.receives_all or not self.position else max(self.known, visibility.first_key(self.own[0]))
+        )
 
 
 def relays(partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Relay]:
