@@ -113,7 +113,7 @@ test-long: lint $(if $(filter wheel,$(PARTS)),cuda-wheel)
 	$(if $(filter tests,$(PARTS)),$(in_venv) python -m pytest)
 	$(if $(filter seeds,$(PARTS)),set -e; for seed in $$(seq 20); do \
 	    $(in_venv) KVR_TEST_SEED=$$seed python -m pytest -m hypothesis --hypothesis-seed=$$seed; done)
-	$(if $(filter faults,$(PARTS)),$(in_venv) KVR_TEST_SEEDS=$(SEEDS) python -m pytest -n $(WORKERS) tests/faults/test_faults.py tests/faults/test_injected.py)
+	$(if $(filter faults,$(PARTS)),$(in_venv) KVR_TEST_SEEDS=$(SEEDS) python -m pytest -n $(WORKERS) $(addprefix tests/faults/test_,faults.py injected.py views.py))
 	$(if $(filter many,$(PARTS)),$(in_venv) KVR_TEST_DOCUMENTS=$(DOCUMENTS) python -m pytest -s tests/faults/test_many_documents.py)
 	$(if $(filter fuzz,$(PARTS)),$(in_venv) PYTHONPATH=tests$${PYTHONPATH:+:$$PYTHONPATH} python tests/fuzz/driver.py $(FILES) $(ARGS))
 	$(if $(filter architectures,$(PARTS)),$(in_venv) KVR_TEST_ARCHITECTURES=$(NAMES) python -m pytest -n $(WORKERS) tests/runtime/test_every_architecture.py)

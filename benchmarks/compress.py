@@ -2,8 +2,9 @@
 
     python -m benchmarks compress
 
-Continuations are of the demo's own documents; needles are hidden among their sentences. HeadKV's profile is the mean of
-what heads kept by Ada-SnapKV in prompts of another seed: published scores of this model there are none.
+Continuations are of the demo's own documents, or (`--questions`) a file's reference answers to its questions about its
+texts; needles are hidden among the demo's sentences. HeadKV's profile is the mean of what heads kept by Ada-SnapKV in
+prompts of another seed: published scores of this model there are none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import random
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,35 +97,41 @@ def make_profile(loaded: LoadedModel, tokens: int, path: Path) -> None:
 
 
 def passages(loaded: LoadedModel, given: argparse.Namespace) -> Iterator[tuple[str, PromptText, Sequence[int]]]:
-    """Names, prompts, and what follows them: real documents, or answers from the full cache to questions in a file."""
+    """Names, prompts, and what follows them: real documents, or a file's questions, the shortest text first."""
     if given.questions is None:
         for file in sorted(DOCUMENTS.iterdir())[: given.documents]:
             ids = encode_text(loaded.tokenizer, file.read_text())
             cut = min(given.tokens, len(ids) - given.following)
             yield file.name, PromptText(tuple(ids[:cut]), 0, (0, cut)), ids[cut:][: given.following]
         return
-    for line in Path(given.questions).read_text().splitlines()[: given.documents]:
-        row = json.loads(line)
-        prompt = asked(loaded, row["text"], row["query"], tokens=given.tokens)
-        nothing = [0, 0]
-        bench = QualityBench(loaded, prompt, nothing, window=given.window, answers=given.following)
-        yield row["id"], prompt, bench.measure(None).answer
+    asking = [json.loads(line) for line in Path(given.questions).read_text().splitlines()]
+    for row in sorted(asking, key=lambda row: len(row["text"]))[: given.documents]:
+        answer = encode_text(loaded.tokenizer, row["reference"], "middle")[: given.following]
+        yield row["id"], asked(loaded, row["text"], row["query"], tokens=given.tokens), answer
 
 
 def continuations(loaded: LoadedModel, given: argparse.Namespace, profile: Path) -> list[dict[str, Any]]:
-    """Negative log-likelihood of what follows in real documents."""
+    """Negative log-likelihood of what follows in real documents; prints a table after each one."""
     rows = []
     for name, prompt, following in passages(loaded, given):
         bench = QualityBench(loaded, prompt, following, window=given.window)
         full = bench.measure(None)
-        rows.append({"document": name, "method": "full", "budget": prompt.tokens, "nll": full.nll})
+        about = {"document": name, "tokens": prompt.tokens}
+        rows.append({**about, "method": "full", "budget": prompt.tokens, "nll": full.nll})
+        if given.questions is not None:  # what the question alone says about its answer
+            start, stop = prompt.text
+            alone = PromptText((*prompt.ids[: start + 1], *prompt.ids[stop:]), 0, (start, start + 1))
+            nll = QualityBench(loaded, alone, following, window=0).measure(None).nll
+            rows.append({**about, "method": "none", "budget": 0, "nll": nll, "more": nll - full.nll})
         for method, observes in ways(given):
             for budget in given.budgets:
                 compression = compression_of(loaded, method, budget, observes, profile, given.window)
                 found = bench.measure(compression)
-                row = {"document": name, "method": method, "observes": observes, "budget": budget, "nll": found.nll}
+                row = {**about, "method": method, "observes": observes, "budget": budget, "nll": found.nll}
                 rows.append({**row, "more": found.nll - full.nll, "kept": found.kept})
-        print(f"{name}: {prompt.tokens} tokens, full {full.nll:.3f}", flush=True)
+        print(f"\n{name}: {prompt.tokens} tokens, {len(following)} follow, full {full.nll:.3f}")
+        print_continuations(rows, given)
+        save(given, continuations=rows)
     return rows
 
 
@@ -167,16 +175,17 @@ def answers(loaded: LoadedModel, given: argparse.Namespace, profile: Path) -> li
 def print_continuations(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """Mean over documents, and the spread over them."""
     full = statistics.mean(row["nll"] for row in rows if row["method"] == "full")
-    print(
-        f"\nnegative log-likelihood beyond the full cache's {full:.3f}, nats per token (standard error over documents)"
-    )
+    print(f"negative log-likelihood beyond the full cache's {full:.3f}, nats per token (standard error over documents)")
 
     def cell(some: list[dict[str, Any]]) -> str:
         more = [row["more"] for row in some]
         error = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else 0.0
         return f"{statistics.mean(more):+.3f} ({error:.3f})"
 
+    if none := [row for row in rows if row["method"] == "none"]:
+        print(f"without the text: {cell(none)}")
     _print_table(rows, given, cell)
+    sys.stdout.flush()
 
 
 def print_answers(rows: list[dict[str, Any]], given: argparse.Namespace) -> None:
@@ -206,6 +215,12 @@ def _print_table(
         print(f"| {method} | {observes} |" + "".join(f" {cell(some)} |" if some else " - |" for some in cells))
 
 
+def save(given: argparse.Namespace, **rows: list[dict[str, Any]]) -> None:
+    """Write all figures to the file that was asked for."""
+    if given.json:
+        Path(given.json).write_text(json.dumps(rows))
+
+
 def _budget(text: str) -> float:
     return float(text) if float(text) < 1 else int(text)
 
@@ -224,8 +239,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048, help="before a continuation, at most")
-    parser.add_argument("--questions", help="JSONL with id, text and query: continue the full cache's answers instead")
-    parser.add_argument("--following", type=int, default=129, help="tokens of a continuation")
+    parser.add_argument("--questions", help="JSONL with id, text, query and reference: continue with the reference")
+    parser.add_argument("--following", type=int, default=129, help="tokens of a continuation, at most")
     parser.add_argument("--needles", type=int, default=6, help="prompts of each kind")
     parser.add_argument("--needle-tokens", type=int, default=1000, help="of a text around needles, about")
     parser.add_argument("--largest", type=int, default=512, help="budget for needles")
@@ -246,11 +261,8 @@ def main(arguments: Sequence[str]) -> None:
         if any(METHODS[method].needs_profile for method in given.methods):
             make_profile(loaded, given.needle_tokens, profile)
         continued = continuations(loaded, given, profile)
-        if continued:
-            print_continuations(continued, given)
         answered = answers(loaded, given, profile)
         if answered:
             print_answers(answered, given)
-    if given.json:
-        Path(given.json).write_text(json.dumps({"continuations": continued, "answers": answered}))
+    save(given, continuations=continued, answers=answered)
     print(f"\n{loaded.name}, float32, {time.perf_counter() - began:.0f} s")

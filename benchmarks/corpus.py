@@ -1,7 +1,8 @@
 """A whole corpus side by side: documents an hour of our ways to share it, of transformers' ``generate``, of engines.
 
 Every way has all cores of the machine, the same prompts and the same settings, and answers every document. Ours stores
-the answers, too, durably, as a job does; the others only make them.
+the answers, too, durably, as a job does; the others only make them. A job with ``output.embedding`` is compared with
+sentence-transformers.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from kvr_mpi.errors import ConfigError, DocumentError, counted
 from kvr_mpi.events import Events, Totals
 from kvr_mpi.job import EQUAL_TIME, JobSpec, load_job
 from kvr_mpi.logs import SILENT, RankLogger
+from kvr_mpi.model.source import find_converted
 from kvr_mpi.report.progress import Progress
 from kvr_mpi.runtime.batch import work_through
 from kvr_mpi.runtime.checks import choose_chain_size
@@ -65,14 +67,16 @@ from kvr_mpi.transport.counters import open_counters
 from kvr_mpi.transport.mpi import connect
 from kvr_mpi.tuning.cores import pinned
 
-# Chains as planned, of all ranks, of one rank each; transformers one by one, and in padded batches.
+# Chains as planned, of all ranks, of one rank each; transformers one by one, and in padded batches; embeddings.
 WAYS: dict[str, str | int | None] = {
     "auto": "auto",
     "chains": "all",
     "data-parallel": 1,
     "generate": None,
     "padded": None,
+    "sentence-transformers": None,
 }
+ANSWERING, EMBEDDING = {"generate", "padded"}, {"sentence-transformers"}
 # The longest prompt that an engine keeps room for while it answers a corpus, and how many it may have at work at once.
 ENGINE_TOKENS, ENGINE_PROMPTS = 8192, 8
 # What other engines can be told of [generation]: how many tokens, and nothing else.
@@ -203,12 +207,15 @@ def bench_corpus(
         rows = {way: CorpusRow(way, ours) for way in ways}
         shortest = min(range(len(corpus)), key=corpus.chars)
         _ours(first, corpus, [shortest], control)  # warms up
+        embed = _load_embedder(first) if EMBEDDING & set(ways) and ranks.rank == 0 else None
 
         def measure(way: str) -> CorpusRun:
             if way in OURS:
                 run = _ours(ready[way], corpus, range(len(corpus)), control)
             elif way in rivals:
                 run = _on_root(ranks, lambda: _engine(first, corpus, rivals[way]))
+            elif way in EMBEDDING:
+                run = _on_root(ranks, lambda: _embed(first, corpus, embed))
             else:
                 run = _on_root(ranks, lambda: _generate(first, corpus, batch_size if way == "padded" else 1))
             rows[way].runs.append(run)
@@ -241,6 +248,11 @@ def check_ways(spec: JobSpec, corpus: Corpus, ways: Sequence[str], rivals: Seque
         raise ConfigError(f"documents.shard = {spec.documents.shard!r} contains no documents; expected at least one")
     if spec.prompt.too_long == "split":
         raise ConfigError("prompt.too_long = 'split' is not supported by generate; compare with 'keep-head' or 'error'")
+    if other := set(ways) & (ANSWERING if spec.output.embedding else EMBEDDING):
+        raise ConfigError(
+            f"--ways {','.join(other)}: expected {', '.join(EMBEDDING)} for jobs with output.embedding, and "
+            f"{', '.join(sorted(ANSWERING))} for others"
+        )
     if rivals and spec.generation.model_dump(exclude={"max_new_tokens"}) != GREEDY:
         asked = spec.generation.model_dump(exclude={"max_new_tokens"}, exclude_defaults=True)
         raise ConfigError(
@@ -396,6 +408,31 @@ def _generate_here(session: Session, corpus: Corpus, batch_size: int) -> CorpusR
     return CorpusRun(seconds, len(prompts), tokens, new_tokens, prefill_s, seconds - prefill_s, (1.0,), 1.0)
 
 
+def _load_embedder(session: Session) -> Any:
+    """Load the job's model with sentence-transformers, with the pooling of the job."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    loaded, readout = session.loaded, session.prompt_config.readout
+    assert readout is not None and readout.pooling is not None
+    folder = str(find_converted(session.spec.model.path, session.machine.cache_dir).path)
+    model = Transformer(folder, model_kwargs={"dtype": loaded.dtype})
+    pooling = Pooling(model.get_embedding_dimension(), {"last": "lasttoken", "mean": "mean"}[readout.pooling])
+    return SentenceTransformer(modules=[model, pooling], device=str(loaded.device)).eval()
+
+
+def _embed(session: Session, corpus: Corpus, embedder: Any) -> CorpusRun:
+    """Embed the corpus with sentence-transformers, one prompt at a time, so that none is padded."""
+    began = time.perf_counter()
+    prompts = _read_prompts(session, corpus)
+    with torch.inference_mode():
+        for ids in prompts:
+            row = torch.tensor([ids], device=session.loaded.device)
+            embedder({"input_ids": row, "attention_mask": torch.ones_like(row)})["sentence_embedding"].cpu()
+    seconds = time.perf_counter() - began
+    return CorpusRun(seconds, len(prompts), sum(map(len, prompts)), 0, seconds, 0.0, (1.0,), 1.0)
+
+
 @command("corpus")
 @job_argument
 @set_option
@@ -405,7 +442,8 @@ def _generate_here(session: Session, corpus: Corpus, batch_size: int) -> CorpusR
     default="auto,chains,data-parallel,generate,padded",
     show_default=True,
     help="The ways to run. auto: chains as planned; chains: one chain of all ranks; data-parallel: each rank alone; "
-    "generate: transformers' generate, one prompt at a time; padded: generate in padded batches.",
+    "generate: transformers' generate, one prompt at a time; padded: generate in padded batches; "
+    "sentence-transformers: of a job with output.embedding.",
 )
 @click.option(
     "--batch-size",

@@ -264,6 +264,14 @@ def create(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, MODE)
 
 
+def create_rank_file(folder: Path, session: int, rank: int) -> int:
+    """Create the file `rank_file` and its folder, which must not be a link; return the file's descriptor."""
+    folder.mkdir(exist_ok=True)
+    if folder.is_symlink():
+        raise OSError("a symbolic link, which is not followed")
+    return create(rank_file(folder, session, rank))
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to the disk."""
     handle = retried(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK), path)

@@ -34,8 +34,9 @@ settings.register_profile(
 )
 settings.load_profile("kvr-mpi")
 
-# Folders and files whose tests take longest: workers that share the tests by file begin with these.
-FIRST = {"slurm", "faults", "test_settings_together.py"}
+# Folders and files whose tests take longest: workers that share the tests by file begin with these, and end with short
+# files, so that none waits for another.
+FIRST = {"faults", "gridengine", "slurm", "test_settings_together.py", "transport", "tuning"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -79,19 +80,19 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Our own CPU kernels, compiled once for all tests of them."""
+def library(cache_dir: Path) -> Any:
+    """Our own CPU kernels, compiled once on a machine."""
     from kvr_mpi.logs import SILENT
     from kvr_mpi.tuning.compiled_attention import COMPILERS, open_attention
 
     if not any(map(shutil.which, COMPILERS)):
         pytest.skip("there is no C++ compiler")
-    return open_attention(tmp_path_factory.mktemp("kernels"), SILENT, compiles=True)
+    return open_attention(cache_dir, SILENT, compiles=True)
 
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where converted models are kept: the developer's own cache, so that SmolLM2 is converted once."""
+    """Where converted models and compiled kernels are kept: the developer's own cache, so that each is made once."""
     from kvr_mpi.cli.environment import read_environment
 
     return read_environment().cache_dir

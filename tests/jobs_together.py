@@ -316,4 +316,4 @@ def check(bench: Bench, names: Collection[str]) -> None:
 PAIRS = [pair for pair in itertools.combinations(SETTINGS, 2) if merged(pair) is not None]
 REFUSED = [pair for pair in PAIRS if said_of(pair)]
 # One job of many settings shows many pairs at once.
-TOGETHER = covering(PAIRS, REFUSED, most=9)
+TOGETHER = covering(PAIRS, REFUSED, most=12)

@@ -233,6 +233,11 @@ def test_shares_tokens_and_sizes_may_be_written_as_people_write_them(tmp_path: P
     assert spec.compress is not None and (spec.prompt.max_tokens, spec.prompt.min_coverage) == (4096, 0.9)
     assert (spec.parallel.chunk_tokens, spec.compress.budget) == (2048, 0.125)
     assert (spec.parallel.memory_gib, spec.generation.max_new_tokens) == (1536, 1024)
+    words = ["compress.method=snapkv", "compress.budget=2k", "compress.window=1k"]
+    window = load_job(write_job(tmp_path), words, {})[0].compress
+    assert window is not None and (window.budget, window.window) == (2048, 1024)
+    words = ["generation.max_new_tokens=0", "output.text_logprobs=1k"]
+    assert load_job(write_job(tmp_path), words, {})[0].output.text_logprobs == 1024
     assert [parse_size(text) for text in ("12", "1.5 KiB", "2G", "3TB", "G", "1x")] == [
         12,
         1536,

@@ -206,9 +206,9 @@ def run_on(
     deadline_s, end_from = share_json(world, end_time(os.environ))
     if limit_s is not None:
         deadline_s = limit_s
-    elif deadline_s is not None and deadline_s <= time.time():  # wrong: this job is still running
-        ago = duration_text(time.time() - deadline_s)
-        logger.root.warning(f"{end_from} is in the past ({ago} ago): ignoring it")
+    elif end_from and (deadline_s or 0) <= time.time():  # wrong: this job is still running
+        what = "no Unix time" if deadline_s is None else f"in the past ({duration_text(time.time() - deadline_s)} ago)"
+        logger.root.warning(f"{end_from} is {what}: ignoring it")
         deadline_s = None
     options = replace(options, overwrite=overwrite)
     return run_job(spec, options, replace(machine, deadline_s=deadline_s), world, logger)

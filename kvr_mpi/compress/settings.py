@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvr_mpi.compress.registry import METHODS, SINKS, Method
-from kvr_mpi.plain import AS_SHARE, Strict
+from kvr_mpi.plain import AS_SHARE, AS_TOKENS, Strict
 
 # Settings that only some methods read (`Method.reads`); other methods would ignore them, so they are refused.
 OWN_SETTINGS = ("window", "profile")
@@ -18,14 +18,16 @@ class CompressSettings(Strict):
     """How a prompt's keys and values are compressed before its answer is decoded."""
 
     method: str = Field(description=f"one of {', '.join(METHODS)}")
-    budget: Annotated[float, Field(gt=0), AS_SHARE] = Field(
+    budget: Annotated[float, Field(gt=0), AS_SHARE, AS_TOKENS] = Field(
         description="tokens that a KV head keeps on average, including the window; below 1: a share of the tokens"
     )
     observes: Literal["question", "document"] = Field(
         "question",
         description="where the observation window is: at the end of the prompt, or at the end of the document's text",
     )
-    window: int = Field(64, ge=1, description="size of the observation window; its tokens are always kept")
+    window: Annotated[int, Field(ge=1), AS_TOKENS] = Field(
+        64, description="size of the observation window; its tokens are always kept"
+    )
     profile: str | None = Field(None, min_length=1, description="headkv: a file with scores or counts for this model")
 
     @model_validator(mode="before")

@@ -341,7 +341,7 @@ def _scan(
     every = CorpusPart() if limit is not None else part
     spans = [FileSpan(number) for number in range(len(files))] if limit is not None else cut_spans(files, every)
     found = index_spans(files, spans, rows, recorded=recorded, limit=limit)
-    return make_corpus(files, [found], rows, prompts=prompts, part=part, has_limit=limit is not None)
+    return make_corpus(files, [found], rows, prompts=prompts, part=part, limit=limit)
 
 
 def make_corpus(
@@ -351,13 +351,13 @@ def make_corpus(
     *,
     prompts: Sequence[str] = (),
     part: CorpusPart = CorpusPart(),  # noqa: B008
-    has_limit: bool = False,
+    limit: int | None = None,
 ) -> Corpus:
     """Join what all ranks have indexed; with a limit on documents, the part is taken of those."""
-    index = join(parts, files, part=CorpusPart() if has_limit else part, is_batch=rows.kind == "openai-batch")
-    if has_limit:
+    index = join(parts, files, part=part if limit is None else CorpusPart(), is_batch=rows.kind == "openai-batch")
+    if limit is not None:
         index = take_part(index, part)
-    return Corpus(files, index, rows, tuple(prompts), part, describe_cut(files, part))
+    return Corpus(files, index, rows, tuple(prompts), part, describe_cut(files, part, limit))
 
 
 def take_part(index: Index, part: CorpusPart) -> Index:

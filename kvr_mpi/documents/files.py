@@ -151,7 +151,7 @@ def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iter
         return
     with open_file(path, patience=patience) as stream:
         if found.suffix in (".csv", ".tsv"):
-            for number, row in enumerate(_csv_rows(stream, "\t" if found.suffix == ".tsv" else ",")):
+            for number, row in enumerate(_csv_rows(stream, "\t" if found.suffix == ".tsv" else ",", rows.needed)):
                 if number >= start:
                     yield number, number + 1, row
             return
@@ -166,19 +166,20 @@ def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iter
             start += size
 
 
-def _csv_rows(stream: IO[bytes], delimiter: str) -> Iterator[dict[str, Any] | csv.Error]:
+def _csv_rows(stream: IO[bytes], delimiter: str, needed: Sequence[str]) -> Iterator[dict[str, Any] | csv.Error]:
     """Yield the rows of a CSV file by the names in its first row; missing fields are None.
 
-    Rows whose quotes are wrong, such as one that is never closed and would contain all later rows, are errors. Bytes
-    that are not UTF-8 become lone surrogates, which `check_document` refuses.
+    Rows whose quotes are wrong, such as one that is never closed and would contain all later rows, are errors, and so
+    are rows with more fields than names, whose text may go on after a comma. Bytes that are not UTF-8 become lone
+    surrogates, which `check_document` refuses.
 
-    Raises `UnicodeDecodeError` if a name is not UTF-8.
+    Raises `UnicodeDecodeError` if a name is not UTF-8, or `ValueError` if a `needed` one occurs twice.
     """
     csv.field_size_limit(MAX_TEXT_BYTES)
     lines = codecs.iterdecode(iter(lambda: stream.readline(MAX_TEXT_BYTES), b""), "utf-8-sig", "surrogateescape")
     reader, first = csv.DictReader(lines, delimiter=delimiter, strict=True), 1
-    for name in reader.fieldnames or ():
-        name.encode(UTF_8, "surrogateescape").decode()
+    names = [name.encode(UTF_8, "surrogateescape").decode() for name in reader.fieldnames or ()]
+    _check_once(names, needed)
     while True:
         try:
             row = next(reader)
@@ -187,9 +188,17 @@ def _csv_rows(stream: IO[bytes], delimiter: str) -> Iterator[dict[str, Any] | cs
         except csv.Error as error:
             yield csv.Error(f"lines {first + 1} to {reader.reader.line_num}: {error}")
         else:
-            row.pop(None, None)  # fields without a name
-            yield row
+            more = row.pop(None, [])
+            what = (
+                f"lines {first + 1} to {reader.reader.line_num}: {len(names) + len(more)} fields for {len(names)} names"
+            )
+            yield csv.Error(what) if any(more) else row
         first = reader.reader.line_num
+
+
+def _check_once(names: Sequence[str], needed: Sequence[str]) -> None:
+    if twice := next((name for name in needed if names.count(name) > 1), None):
+        raise ValueError(f"it has the field {twice!r} twice")
 
 
 def row_name(name: str, number: int) -> str:
@@ -206,7 +215,9 @@ def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int)
         return rows.text_file(name, row)
     place = row_name(name, number)
     if isinstance(row, csv.Error):
-        return Document(place, error=f"{path} is not CSV at {row}; a quote inside a quoted field is doubled")
+        return Document(
+            place, error=f"{path} is not CSV at {row}; quote fields with delimiters, and double quotes in these"
+        )
     try:
         found = parse_json(row) if isinstance(row, bytes) else row
         if isinstance(found, dict):
@@ -342,6 +353,7 @@ def parquet_rows(
 
     try:
         names = table.schema_arrow.names
+        _check_once(names, wanted)
         columns = [field for field in wanted if field in names]
         table = _open_parquet(path, stream, [name for name in columns if _is_text(table.schema_arrow.field(name).type)])
         groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]

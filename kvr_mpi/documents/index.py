@@ -229,7 +229,7 @@ def part_numbers(files: CorpusFiles, index: Index, parts: int) -> npt.NDArray[np
     return found
 
 
-def describe_cut(files: CorpusFiles, part: CorpusPart) -> str:
+def describe_cut(files: CorpusFiles, part: CorpusPart, limit: int | None) -> str:
     """Return a hash of everything on which the division of a corpus into parts depends; empty for one part."""
     if part.parts == 1:
         return ""
@@ -237,7 +237,7 @@ def describe_cut(files: CorpusFiles, part: CorpusPart) -> str:
     for number in np.flatnonzero(files.sizes < 0).tolist():
         if files.format(number).is_table:  # whose rows may be dealt
             sizes[number] = _size_of(files.paths[number])
-    listed = [part.parts, *files.names, *sizes]
+    listed = [part.parts, *files.names, *sizes, *([] if limit is None else [limit])]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
 
 

@@ -145,6 +145,7 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
         number = isinstance(value, types) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or not is_good(value):
             raise DocumentError(f"body.{name} is {value!r}; expected {wanted}")
+        value = float(value) if float in types else value  # transformers takes no whole number for a temperature
         if found.setdefault(ours, value) != value:
             raise DocumentError(f"body.{name} is {value}, but body.max_tokens is {found[ours]}; expected one of them")
     if found.get("top_k") == -1:

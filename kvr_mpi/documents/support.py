@@ -10,15 +10,28 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 # A word, or a character of a script that is written without spaces. Combining marks belong to their letters.
 NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 WORD = re.compile(rf"[{NO_SPACES}]|(?:[^\W_{NO_SPACES}][\u0300-\u036f]*)+")
 # Digits, in groups or with decimals. A space separates groups of three digits only.
-NUMBER = re.compile(r"\d+(?:[.,'\u2019\u066b\u066c]\d+|[ \u00a0\u202f\u2009]\d{3}(?!\d))*")
+NUMBER = re.compile(r"(?:(?<![\w.])\.)?\d+(?:[.,'\u2019\u066b\u066c]\d+|[ \u00a0\u202f\u2009]\d{3}(?!\d))*")
 NUMERIC_DATE = re.compile(r"(?<![\d./-])(\d{1,4})([./-])(\d{1,2})\2(\d{1,4})(?![\d/-])")
-CJK_DATE = re.compile(r"(\d{4})\s?\u5e74\s?(\d{1,2})\s?\u6708(?:\s?(\d{1,2})\s?\u65e5)?")
+# Chinese digits and powers of ten, in order of their values.
+CJK_DIGITS = dict(zip("〇零一二两兩三四五六七八九", "0012223456789", strict=True))
+CJK_POWERS = {"十": 1, "百": 2, "千": 3, "万": 4, "萬": 4, "亿": 8, "億": 8}
+CJK_NUMBER = re.compile(rf"[\d{''.join((*CJK_DIGITS, *CJK_POWERS))}]{{1,20}}")
+CJK_DATE = re.compile(
+    r"([\dX]{4})\s?年\s?([\dX]{1,3})\s?月(?:\s?([\dX]{1,3})\s?日)?".replace("X", f"{''.join(CJK_DIGITS)}十")
+)
+CLOCK_TIME = re.compile(r"\b([01]?\d|2[0-3])(?:[:h]([0-5]\d)\b|(?:[.:]([0-5]\d))?(?=\s?[ap]\.?m\b))")
+FRACTION = re.compile(r"(\d{0,9})\s?([\u00bc-\u00be\u2150-\u215e])")
+ROMAN = re.compile(r"(?=[IVX]{2})X{0,3}(?:IX|IV|V?I{0,3})")
+# Capitalized words that an acronym may stand for, with small words between them.
+CAPITALIZED_WORDS = re.compile(r"\b[A-Z]\w*(?:[ -](?:(?:of|and|the|for|on|in|de|du|des|la|y) )*[A-Z]\w*){1,8}")
+CYRILLIC_ENDINGS = re.compile("(?<=[а-я]{2})(?:[аеиоуыэюяйь]|[оеы]?[вмх]|[ое]го|[ое]му)+$")
 # An acronym that is written with separators: T.V., T_V_
 SPELLED = re.compile(r"(?<![^\W_])(?:[^\W\d_][._] ?){2,}[^\W\d_]?(?![^\W_])")
 # What precedes the first word of a sentence, of a line or of a quotation.
@@ -61,7 +74,6 @@ TENS = {word: 10 * tens for word, tens in _numbered(2, "twenty thirty forty fift
 ORDINALS = _numbered(1, "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth")
 ORDINALS |= _numbered(14, "fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth twentieth")
 # Other languages: only words that mean nothing else in a language that capitals or accents do not tell apart.
-OTHERS: dict[str, int] = {}
 for _words in (
     "zwei drei vier fünf sechs sieben _ neun zehn _ zwölf",
     "deux trois quatre cinq _ _ huit neuf _ onze douze",
@@ -70,11 +82,24 @@ for _words in (
     "dois três quatro cinco seis sete oito nove dez onze doze",
     "twee drie vier vijf zes zeven acht negen tien _ twaalf",
 ):
-    OTHERS |= {word: number for word, number in _numbered(2, _words).items() if word != "_"}
-NUMBER_WORDS = {**UNITS, **TENS, **OTHERS}
-CJK_DIGITS = dict(zip("〇零一二两兩三四五六七八九十", (0, 0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10), strict=True))
+    UNITS |= {word: number for word, number in _numbered(2, _words).items() if word != "_"}
+for _words in (
+    "zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig",
+    "vingt trente quarante cinquante soixante",
+    "veinte treinta cuarenta cincuenta sesenta setenta ochenta noventa",
+    "_ trenta quaranta cinquanta sessanta settanta ottanta novanta",
+    "vinte trinta quarenta cinquenta sessenta setenta oitenta noventa",
+    "twintig dertig veertig vijftig zestig zeventig tachtig negentig",
+):
+    TENS |= {word.casefold(): 10 * tens for word, tens in _numbered(2, _words).items() if word != "_"}
+for _unit, _word in enumerate("ein zwei drei vier fünf sechs sieben acht neun".split(), 1):
+    UNITS |= {f"{_word}und{ten}": value + _unit for ten, value in TENS.items() if ten.endswith(("zig", "ssig"))}
+    UNITS[f"{_word}hundert"] = 100 * _unit
+NUMBER_WORDS = {**UNITS, **TENS}
+MULTIPLES = {"hundred": 100, "hundert": 100, "dozen": 12}
 # Exponents of ten; a billion is 10^9 in some languages, 10^12 in others.
 SCALES: dict[str, tuple[int, ...]] = {"hundred": (2,), "k": (3, 0), "m": (6, 0), "b": (9, 0), "billion": (9, 12)}
+SCALES |= dict.fromkeys("lakh lakhs".split(), (5,)) | dict.fromkeys("crore crores".split(), (7,))
 SCALES |= dict.fromkeys("thousand thousands tausend mille mil mila duizend 千".split(), (3,))
 SCALES |= dict.fromkeys(
     "million millions mio mn millionen millón millones milhão milhões milione milioni".split(), (6,)
@@ -89,6 +114,11 @@ SCALES |= {
     "亿": (8,),
     "億": (8,),
 }
+SPOKEN_SCALES = frozenset("thousand million billion lakh crore tausend mille mil".split())
+AND = frozenset("and et y e".split())
+# Only after tens: words that mean something else alone.
+AFTER_TENS = {"un": 1, "une": 1, "uno": 1, "um": 1, "uma": 1, "dos": 2, "dix": 10}
+CURRENCIES = {"$": ("usd", "us"), "€": ("eur",), "£": ("gbp",), "¥": ("jpy", "cny")}
 MONTHS: dict[str, int] = {}
 for _words in (
     "january february march april may june july august september october november december",
@@ -142,6 +172,10 @@ def _normal(word: str) -> str:
     return word.lower() if word.isascii() else unicodedata.normalize("NFKC", word).casefold()
 
 
+def _unaccented(word: str) -> str:
+    return "".join(sign for sign in unicodedata.normalize("NFD", word) if not unicodedata.combining(sign))
+
+
 def _tokens(text: str) -> list[_Token]:
     return [_Token(*found.span(), _normal(found[0])) for found in WORD.finditer(text)]
 
@@ -159,6 +193,17 @@ class SupportingText:
         text = f"{document}\n{other}"
         self._known = set(known)
         self._known.update(_normal("".join(filter(str.isalpha, found))) for found in SPELLED.findall(text))
+        self._known.update(code for sign, codes in CURRENCIES.items() if sign in text for code in codes)
+        for word in set(known):
+            if word[:1].isdigit():  # 3GB
+                self._known.add(word.lstrip("0123456789"))
+            elif not word.isascii():
+                self._known |= {bare := _unaccented(word), CYRILLIC_ENDINGS.sub("", bare)}
+        for found in CAPITALIZED_WORDS.findall(text):
+            initials = "".join(re.findall(r"\b[A-Z]", found)).lower()
+            self._known.update(
+                initials[at:end] for at in range(len(initials)) for end in range(at + 2, len(initials) + 1)
+            )
         self._numbers = set[str]()
         for found in NUMBER.finditer(text):
             readings = _readings(found[0])
@@ -168,7 +213,15 @@ class SupportingText:
             if scale is not None and (exponents := SCALES.get(_normal(scale[0]))):
                 self._numbers |= {_scaled(one, exponent) for one in readings for exponent in exponents}
         self._numbers |= _word_values(known)
-        self._numbers.update(str(value) for digit, value in CJK_DIGITS.items() if digit in text)
+        for found in CJK_NUMBER.finditer(text):
+            self._numbers.update(str(_cjk_value(one)) for one in (found[0], *found[0]) if not one.isdecimal())
+        self._numbers.update(_roman_value(word) for word in WORD.findall(text) if ROMAN.fullmatch(word))
+        for whole, part in FRACTION.findall(text):
+            self._numbers.add(f"{int(whole or 0) + unicodedata.numeric(part):g}")
+        for found in CLOCK_TIME.finditer(text):
+            for hour in {int(found[1]), (int(found[1]) + 12) % 24}:
+                minutes = found[2] or found[3] or "00"
+                self._numbers |= {str(hour), f"{hour}{minutes}", _decimal(str(hour), minutes)}
         self._dates: set[CalendarDate] = {date for _, dates in _find_dates(text, known) for date in dates}
 
     def check(self, answer: str) -> tuple[list[CopiedText], list[Unsupported]]:
@@ -244,10 +297,11 @@ class SupportingText:
         return day is None and str(year) in self._numbers and any(MONTHS.get(word) == month for word in self._known)
 
     def _has_name(self, name: str) -> bool:
-        """Whether the text has a word in any case, its plural or singular, or all the words that it joins."""
+        """Whether the text has a word in any case or inflection, without accents, or all the words that it joins."""
         word = _normal(name)
         forms = {word, f"{word}s", word.removesuffix("s"), word.removesuffix("es"), re.sub("ies$", "y", word)}
-        if forms & self._known:
+        forms |= set() if word.isascii() else {bare := _unaccented(word), CYRILLIC_ENDINGS.sub("", bare)}
+        if forms & self._known or (ROMAN.fullmatch(name) and _roman_value(name) in self._numbers):
             return True
         parts = re.findall(r"[A-Z]+[a-z]*", name)
         return len(parts) > 1 and "".join(parts) == name and {part.lower() for part in parts} <= self._known
@@ -281,6 +335,8 @@ def _decimal(whole: str, fraction: str) -> str:
 
 def _readings(number: str) -> set[str]:
     """Return the values that digits can have: 1,234 may be 1234 or 1.234."""
+    if number.startswith("."):
+        return _readings(number[1:]) | {_decimal("0", number[1:])} if number[1:].isdecimal() else _readings(number[1:])
     first, *parts = re.split(r"\D", number)
     separators = re.findall(r"\D", number)
     if not parts:
@@ -293,6 +349,28 @@ def _readings(number: str) -> set[str]:
     if len(set(separators[:-1])) == 1 and separators[-1] != separators[0]:  # groups, then decimals
         found.add(_decimal(first + "".join(parts[:-1]), parts[-1]))
     return found
+
+
+def _cjk_value(number: str) -> int:
+    """Read Chinese digits, by powers of ten (一百二十三) or one by one (二〇二四)."""
+    total, section, digits = 0, 0, ""
+    for sign in number:
+        power = CJK_POWERS.get(sign, 0)
+        if power == 0:
+            digits += CJK_DIGITS.get(sign) or str(unicodedata.decimal(sign))
+            continue
+        if power < 4:
+            section += int(digits or 1) * 10**power
+        else:
+            part = section + int(digits or 0)
+            total, section = total + part * 10**power if part else (total or 1) * 10**power, 0
+        digits = ""
+    return total + section + int(digits or 0)
+
+
+def _roman_value(number: str) -> str:
+    values = [{"I": 1, "V": 5, "X": 10}[sign] for sign in number]
+    return str(sum(-one if one < after else one for one, after in zip(values, [*values[1:], 0], strict=True)))
 
 
 def _scaled(value: str, exponent: int) -> str:
@@ -312,6 +390,10 @@ def _find_numbers(text: str) -> Iterator[tuple[Bounds, set[str]]]:
         values = _readings(found[0])
         if re.search(r"\D", found[0]) and max(map(len, re.split(r"\D", found[0])[1:])) > 3:  # a list without spaces
             values |= {_plain(part) for part in re.findall(r"\d+", found[0])}
+        if len(found[0]) == 2 and (years := re.search(r"(?<!\d)(\d\d)\d\d[-\u2013/]\Z", before)):  # 1990-95
+            values.add(years[1] + found[0])
+        elif len(found[0]) == 2 and (before[-1:] in ("'", "\u2019") or after[:1] == "s"):  # the '90s
+            values |= {f"19{found[0]}", f"20{found[0]}"}
         scale = WORD.match(text, stop + text.startswith((" ", "-", "\u00a0", "\u202f"), stop))
         if scale is not None and (exponents := SCALES.get(_normal(scale[0]))):
             values = {_scaled(value, exponent) for value in values for exponent in exponents}
@@ -319,42 +401,58 @@ def _find_numbers(text: str) -> Iterator[tuple[Bounds, set[str]]]:
         yield (start, stop), values
 
 
-def _values_of(words: Sequence[str], at: int) -> Iterator[tuple[int, int]]:
-    """Read the English number that begins with a word, or one word of another language.
+def _values_of(words: Sequence[str], at: int) -> Iterator[tuple[str, int]]:
+    """Read the number that begins with a word.
 
     Yields its value, and that of its beginnings, with the place after each; the longest last.
     """
-    if words[at] in OTHERS:
-        yield OTHERS[words[at]], at + 1
-        return
-    total, current, room = 0, 0, 1000  # the next word may be smaller than the room
+    total, current, room, end = 0, 0, 1000, at  # the next word may be smaller than the room
     for place, word in enumerate(words[at : at + MAX_NUMBER_WORDS], at):
-        value = UNITS.get(word, TENS.get(word))
-        if value is not None and (place == at or 0 < value < room):
-            current, room = current + value, 10 if word in TENS else 1
-        elif word == "hundred" and 0 < current < 100:
-            current, room = 100 * current, 100
-        elif word in ("thousand", "million", "billion") and current:
-            total, current, room = total + current * 10 ** SCALES[word][0], 0, 1000
-        elif word == "and" and room >= 100:
+        value = UNITS.get(word, TENS.get(word, AFTER_TENS.get(word) if room in (10, 20) else None))
+        if word in ("vingt", "vingts") and current == 4:
+            current, room = 80, 20
+        elif value is not None and (place == at or 0 < value < room):
+            current, room = current + value, (20 if word == "soixante" else 10) if word in TENS else 100 * (value > 99)
+        elif word in MULTIPLES and (0 < current < 100 or place == at):
+            current, room = MULTIPLES[word] * (current or 1), 100
+        elif word in SPOKEN_SCALES and (current or place == at):
+            total, current, room = total + (current or 1) * 10 ** SCALES[word][0], 0, 1000
+        elif word in AND and room >= 10 and place > at:
             continue
         else:
-            return
-        yield total + current, place + 1
+            break
+        end = place + 1
+        yield str(total + current), end
+    value, after = total + current, words[end : end + MAX_NUMBER_WORDS]
+    digits = "".join(str(UNITS[word]) for word in takewhile(lambda word: UNITS.get(word, 10) < 10, after[1:]))
+    if after[:1] == ["point"] and digits:
+        yield from ((f"{value}.{digits[:count]}", end + 1 + count) for count in range(1, len(digits)))
+        spoken, end = f"{value}.{digits}", end + 1 + len(digits)
+    elif after[:3] == ["and", "a", "half"]:
+        spoken, end = f"{value}.5", end + 3
+    elif end > at and words[end - 1] in TENS and ORDINALS.get("".join(after[:1]), 10) < 10:
+        spoken, end = str(value + ORDINALS[after[0]]), end + 1
+    else:
+        return
+    yield spoken, end
+    if end < len(words) and words[end] in SPOKEN_SCALES:
+        yield _scaled(spoken, SCALES[words[end]][0]), end + 1
 
 
 def _word_values(words: Sequence[str]) -> set[str]:
     """Return the values of all numbers in words, of ordinals, and of digits at the beginning of words."""
     values = set[str]()
     for at, word in enumerate(words):
-        if word in NUMBER_WORDS:
+        if word in NUMBER_WORDS or word in MULTIPLES or word in SPOKEN_SCALES:
             found = list(_values_of(words, at))
-            values.update(str(value) for value, _ in found)
+            values.update(value for value, _ in found)
             value, end = found[-1]
-            if word in UNITS and end == at + 1 < len(words) and words[end] in TENS:  # twelve fifty: 12.50
-                values.add(_decimal(str(value), str(TENS[words[end]])))
+            if len(value) < 3 and end < len(words) and words[end] in NUMBER_WORDS:  # twelve fifty: 12.50, or 1250
+                for other, _ in _values_of(words, end):
+                    if len(other) == 2:
+                        values |= {_decimal(value, other), value + other}
         elif word in ORDINALS:
-            values.add(str(ORDINALS[word] + (TENS.get(words[at - 1], 0) if at else 0)))
+            values.add(str(ORDINALS[word]))
     return values
 
 
@@ -365,7 +463,7 @@ def _find_number_words(tokens: Sequence[_Token]) -> Iterator[tuple[Bounds, set[s
         if at >= end and token.word in NUMBER_WORDS:
             *_, (value, end) = _values_of(words, at)
             if token.word != "one" or end > at + 1:
-                yield (token.start, tokens[end - 1].stop), {str(value)}
+                yield (token.start, tokens[end - 1].stop), {value}
 
 
 def _find_dates(text: str, tokens: Sequence[_Token] | Sequence[str]) -> Iterator[tuple[Bounds, list[CalendarDate]]]:
@@ -379,7 +477,8 @@ def _find_dates(text: str, tokens: Sequence[_Token] | Sequence[str]) -> Iterator
         if dates:
             yield found.span(), dates
     for found in CJK_DATE.finditer(text):
-        yield found.span(), _valid([(found[1], found[2], found[3])])
+        year, month, day = (part and str(_cjk_value(part)) for part in found.groups())
+        yield found.span(), _valid([(year or "", month or "", day)])
     words = [token if isinstance(token, str) else token.word for token in tokens]
     for at, word in enumerate(words):
         if word not in MONTHS:

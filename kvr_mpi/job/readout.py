@@ -26,6 +26,7 @@ class Readout:
     normalizes : the embedding is scaled to length 1; also if it is truncated.
     instruction : text before every document, tokenized together with it.
     stretch_tokens : log-probabilities are summed over stretches of this many tokens of the document; 1: not summed.
+    logits_bytes : of `Reading`.
     """
 
     pooling: Pooling | None
@@ -33,6 +34,7 @@ class Readout:
     normalizes: bool = False
     instruction: str | None = None
     stretch_tokens: int = 1
+    logits_bytes: int | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -46,7 +48,7 @@ class Readout:
 
     def reading_of(self, prompt: PromptText) -> Reading:
         """Return what is read of a prompt."""
-        return Reading(self.pooling) if self.pooling is not None else Reading(None, prompt.text)
+        return Reading(self.pooling) if self.pooling is not None else Reading(None, prompt.text, self.logits_bytes)
 
     def fields(self, prompt: PromptText, values: torch.Tensor) -> dict[str, Any] | None:
         """Return the fields of a prompt's record, given what was read (`Reading.join`); None if it is not finite."""
@@ -85,7 +87,8 @@ def readout_of(spec: JobSpec, hidden_size: int) -> Readout | None:
         return Readout(None, stretch_tokens=int(spec.output.text_logprobs)) if spec.output.text_logprobs else None
     if dimensions > hidden_size:
         raise ConfigError(f"output.dimensions = {dimensions}: embeddings of this model have {hidden_size} dimensions")
+    normalizes = spec.output.dimensions == hidden_size  # shorter ones are normalized anyway
     if wanted in ("last", "mean"):
-        return Readout(wanted, dimensions)
+        return Readout(wanted, dimensions, normalizes)
     own = read_pooling(spec.model.path)
-    return Readout(own.pooling, dimensions, own.normalizes, own.prompts[wanted])
+    return Readout(own.pooling, dimensions, own.normalizes or normalizes, own.prompts[wanted])

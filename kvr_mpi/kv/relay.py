@@ -87,7 +87,8 @@ class Relay:
     def messages(self, visibility: Visibility) -> Iterator[tuple[Segment, Range, Range | None]]:
         """Yield the segments of a layer that are sent or received, with the tokens that are here and those sent on.
 
-        This place's own come first. Tokens of a layer with a window or chunks that no query of the receiver sees are
+        They are in the order in which they can be sent: later chunks of a place are computed after the first one has
+        attended to all earlier places. Tokens of a layer with a window or chunks that no query of the receiver sees are
         left out.
         """
 
@@ -95,8 +96,9 @@ class Relay:
             first = bounds[0] if self.receives_all else max(bounds[0], visibility.first_key(position))
             return (first, bounds[1]) if first < bounds[1] else None
 
-        (start, stop), own = self.own, [] if self.is_last else self.segments[self.position]
-        for segment in own + self.received:
+        (start, stop), places = self.own, self.segments[: self.position + (not self.is_last)]
+        firsts, rests = [place[:1] for place in reversed(places)], [place[1:] for place in places]
+        for segment in itertools.chain(*firsts, *rests):
             sent = None if self.is_last else seen_from(stop, segment.bounds)
             here = sent if segment.bounds[0] >= start else seen_from(start, segment.bounds)
             if here is not None:

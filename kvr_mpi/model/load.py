@@ -26,6 +26,9 @@ from kvr_mpi.model.weights import check_model_folder, check_types, tensor_types
 if TYPE_CHECKING:
     import torch
 
+# Methods whose weights transformers can expand, or multiply with kernels for GPUs that the package `kernels` downloads.
+EXPANDABLE = ("fp8", "mxfp4")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -89,6 +92,10 @@ def load_model(
         config = _read_config(source, options)
         if not source.is_hub:
             check_types(Path(source.location), config)
+        stored = getattr(config, "quantization_config", None) or {}
+        has_kernels = target.type == "cuda" and importlib.util.find_spec("kernels") is not None
+        if stored.get("quant_method") in EXPANDABLE and not has_kernels:  # transformers looks for a GPU only
+            stored["dequantize"] = True
         # Refuse unsupported models before weights are read. Models with their own code are built only once.
         shape = None if trust_remote_code or tp_group else probe_shape(config, torch.float32)
         if tp_group is None:

@@ -29,10 +29,12 @@ class Reading:
 
     pooling : last: the final hidden state of the last token; mean: the mean over all tokens; None: log-probabilities.
     scored : bounds of the tokens whose log-probabilities are read. The first token of a prompt has none.
+    logits_bytes : memory for the logits of some tokens; None: as much as they take at most.
     """
 
     pooling: Pooling | None
     scored: tuple[int, int] = (0, 0)
+    logits_bytes: int | None = None
 
     @property
     def reads_all(self) -> bool:
@@ -59,7 +61,8 @@ class Reading:
         if self.pooling == "mean":
             return states.sum(0, dtype=torch.float64)
         first, last = self.targets(start, start + len(states))
-        step = max(1, LOGITS[states.device.type] // loaded.config.get_text_config().vocab_size)
+        room = self.most_logits_bytes(loaded) if self.logits_bytes is None else self.logits_bytes
+        step = max(1, room // (4 * COPIES * int(loaded.config.get_text_config().vocab_size)))
         found = [states.new_empty(0, dtype=torch.float64)]
         for at in range(first, last, step):
             stop = min(last, at + step)
@@ -76,6 +79,6 @@ class Reading:
         return torch.cat(parts)
 
     @staticmethod
-    def logits_bytes(loaded: LoadedModel) -> int:
-        """Bytes that the logits of some tokens take on a rank while it scores."""
+    def most_logits_bytes(loaded: LoadedModel) -> int:
+        """Bytes that the logits of some tokens take on a rank while it scores, if it has them."""
         return 4 * COPIES * max(LOGITS[loaded.device.type], int(loaded.config.get_text_config().vocab_size))

@@ -94,7 +94,7 @@ class ChainRunner:
         return Plan(
             Way(plan["way"]),
             prompt,
-            self._knprefix_of(prompt, plan["prefix_tokens"], plan["decode_rank"]),
+            self._known_prefix_of(prompt, plan["prefix_tokens"], plan["decode_rank"]),
             plan["decode_rank"],
             None if plan["bounds"] is None else Partition(tuple(plan["bounds"])),
             plan["chunk_tokens"],
@@ -290,7 +290,7 @@ class ChainRunner:
             last=row[0].decode_rank,
         )
 
-    def _knprefix_of(self, prompt: Prompt, tokens: int, decode_rank: int) -> SequenceKV | None:
+    def _known_prefix_of(self, prompt: Prompt, tokens: int, decode_rank: int) -> SequenceKV | None:
         """Find the prefix of a prompt that the leader's plan uses."""
         if not tokens:
             return None

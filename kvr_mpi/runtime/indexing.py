@@ -66,9 +66,7 @@ def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path,
     def finish() -> Corpus:
         # Each rank's index is kept no longer than it is needed.
         indexes = (_from_bytes(parts.pop(0)) if parts else found.pop() for _ in range(world.size))
-        corpus = make_corpus(
-            files, indexes, empty.rows, prompts=empty.prompts, part=empty.part, has_limit=limit is not None
-        )
+        corpus = make_corpus(files, indexes, empty.rows, prompts=empty.prompts, part=empty.part, limit=limit)
         if corpus.part.parts == 1:
             check_not_empty(corpus.index, spec.documents.path)
         if limit is not None:

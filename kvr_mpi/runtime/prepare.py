@@ -130,8 +130,9 @@ def prepare(
     prefixes = together(world, partial(_compute_prefixes, spec, loaded, frames, pool, readout, logger))
     free_bytes = _room(spec, loaded, ranks, sharing)
     if readout is not None and readout.pooling is None:
-        # Of a small parallel.memory_gib, most is left for prompts: the logits of a few tokens are in addition to it.
-        free_bytes = [each - min(each // 4, Reading.logits_bytes(loaded)) for each in free_bytes]
+        of_logits = [min(each // 4, Reading.most_logits_bytes(loaded)) for each in free_bytes]
+        free_bytes = [each - less for each, less in zip(free_bytes, of_logits, strict=True)]
+        readout = replace(readout, logits_bytes=of_logits[ranks.lane.rank])
     longest = max(each.max_tokens for each in frames), spec.generation.max_new_tokens
     footprint = None
     if not spec.is_plain:

@@ -70,7 +70,7 @@ class PromptConfig:
     def text_of(self, document: Document) -> str:
         """Return a document's text, with the instruction that the model's folder puts before it."""
         before = None if self.readout is None else self.readout.instruction
-        return document.text if before is None else (before + document.text).strip()
+        return (before or "") + document.text
 
     def scoring(self, document: Document) -> PromptConfig:
         """Return the settings with the document's continuations to score, and with room for the longest.

@@ -75,7 +75,7 @@ def _response(digest: str, body: dict[str, Any]) -> dict[str, Any]:
 def _embedding_body(record: Record, request: dict[str, Any], model: str) -> dict[str, Any]:
     """Return the body of the response to a request for an embedding, in the length and encoding that it asks for."""
     kept = np.array(record.embedding[: request.get("dimensions")], np.float32)
-    if len(kept) < len(record.embedding):
+    if "dimensions" in request:
         kept /= max(float(np.linalg.norm(kept)), LEAST_NORM)
     encoded = base64.b64encode(kept.astype("<f4").tobytes()).decode()
     values = encoded if request.get("encoding_format") == "base64" else [float(str(value)) for value in kept]

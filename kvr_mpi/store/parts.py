@@ -65,8 +65,8 @@ def check_corpus(path: Path, run: RunFile, first: dict[int, tuple[Path, str]]) -
     other, known = first.setdefault(run.part.parts, (path, run.cut))
     if run.cut != known:
         raise DataError(
-            f"{other} and {path} are shares of different documents: files or sizes of tables differed when they began, "
-            f"so some documents may be missing. Run the array again without changing the documents meanwhile"
+            f"{other} and {path} are shares of different documents: documents.limit, files or sizes of tables differed "
+            f"when they began, so some documents may be missing. Run the array again without changing these meanwhile"
         )
 
 

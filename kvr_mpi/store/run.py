@@ -269,7 +269,9 @@ def _check_part(folder: Path, corpus: Corpus) -> None:
         return
     what = f"it is {stored.part} of the corpus, this job has {corpus.part}"
     if stored.part == corpus.part:
-        what = "the files of the corpus, or the sizes of its tables, have changed, so that it is divided differently"
+        what = (
+            "documents.limit, the corpus's files or the sizes of its tables have changed, which divide it differently"
+        )
     raise OutputError(f"cannot resume {folder}: {what}; restore that, or {OTHER_FOLDER}")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from kvr_mpi.plain import AS_SHARE, Strict
+from kvr_mpi.plain import AS_SHARE, AS_TOKENS, Strict
 
 
 class OutputSettings(Strict):
@@ -27,7 +27,7 @@ class OutputSettings(Strict):
     dimensions: int | None = Field(
         None, ge=1, description="truncate embeddings to their first values, and normalize them (Matryoshka)"
     )
-    text_logprobs: bool | Annotated[int, Field(ge=1)] = Field(
+    text_logprobs: bool | Annotated[int, Field(ge=1), AS_TOKENS] = Field(
         False,
         description="store the log-probability of every token of the documents instead of answers; a number: sums over "
         "stretches of this many tokens",

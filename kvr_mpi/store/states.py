@@ -22,7 +22,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvr_mpi.disk import create, rank_file, rank_files, read_regular
+from kvr_mpi.disk import create_rank_file, rank_file, rank_files, read_regular
 from kvr_mpi.events import STARTING, Events
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import Count, UnixTime, read_plain
@@ -123,11 +123,7 @@ class StateWriter:
         self._closed = threading.Event()
         self._handle: int | None = None
         try:
-            states = folder / STATES
-            states.mkdir(exist_ok=True)
-            if states.is_symlink():
-                raise OSError("a symbolic link, which is not followed")
-            self._handle = create(rank_file(states, session, rank))
+            self._handle = create_rank_file(folder / STATES, session, rank)
         except OSError as error:
             logger.warning(f"kvr status will not show this rank: {folder / STATES}: {error.strerror or error}")
             return

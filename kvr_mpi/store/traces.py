@@ -32,8 +32,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from kvr_mpi.disk import create, rank_file, rank_files, read_regular, write_all
-from kvr_mpi.errors import DataError
+from kvr_mpi.disk import create_rank_file, rank_file, rank_files, read_regular, write_all
+from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.events import Events, Span, SpanKind, TracedPrompt
 from kvr_mpi.logs import RankLogger
 from kvr_mpi.plain import Amount, Count, read_plain
@@ -128,9 +128,11 @@ class TraceWriter:
         self._prompts: dict[int, TracedPrompt] = {}
         self._number = events.prompt  # of the last prompt that was written
         self._row_ends: dict[int, float] = {}
-        (folder / TRACES).mkdir(exist_ok=True)
         self.path = rank_file(folder / TRACES, header.session, header.rank)
-        self._handle = create(self.path)
+        try:
+            self._handle = create_rank_file(self.path.parent, header.session, header.rank)
+        except OSError as error:
+            raise OutputError(f"{self.path.parent}, for output.trace: {error.strerror or error}; remove it") from error
         self._events: list[dict[str, Any]] = []
         self._add(HEADER, {"version": VERSION, **asdict(header)})
         job = f", job {header.session}" if header.session > 1 else ""

@@ -121,7 +121,7 @@ class Forwarder:
         with self._lock:
             span = Span(kind, 0.0, 0.0, self.events.prompt, layer, dest, tensor.nbytes)
             transfer = Transfer(tensor, tag, self._prompt, span)
-            if self.transport.in_streams:
+            if self._gpu is not None:
                 self._turns[dest].append(transfer)
             return transfer
 
@@ -133,7 +133,7 @@ class Forwarder:
         with self._lock:
             transfer.is_ready, transfer.received, ready = True, received, [transfer]
             dest = transfer.span.peer
-            if self.transport.in_streams:
+            if self._gpu is not None:
                 turns = self._turns[dest]
                 ready = list(itertools.takewhile(lambda one: one.is_ready, turns))
                 del turns[: len(ready)]

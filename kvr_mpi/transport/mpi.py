@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from kvr_mpi.transport.staging import Staging
 
-# Open MPI fails beyond 2^31 - 1 bytes; with smaller pieces, a transfer also begins before the whole buffer is pinned.
-CHUNK_BYTES = 256 << 20
+# Longer messages are sent in pieces, which fit into a ring of pinned memory (`staging`), and which Open MPI can send
+# (up to 2^31 - 1 bytes).
+CHUNK_BYTES = 64 << 20
 
 # The largest tag that MPI guarantees.
 LEAST_TAG_UB = 32_767
@@ -208,17 +209,17 @@ def _need_threads() -> None:
 
 
 class _Transfer:
-    """A message in pieces below 2^31 bytes.
+    """A message in pieces.
 
     held : memory that MPI reads or writes until completion.
     sizes : for a receive, the expected bytes of each piece.
     """
 
-    def __init__(self, requests: list[Any], held: torch.Tensor, sizes: list[int] | None = None) -> None:
+    def __init__(self, requests: list[Any], held: Sequence[torch.Tensor], sizes: list[int] | None = None) -> None:
         from mpi4py import MPI
 
         self.requests, self.sizes = requests, sizes
-        self.held: torch.Tensor | None = held
+        self.held = held
         self.statuses = [MPI.Status() for _ in requests]
 
     def test(self) -> bool:
@@ -244,7 +245,7 @@ class _Transfer:
             if found != size:  # MPI itself raises an error for longer messages
                 who = f"rank {status.Get_source()} (tag {status.Get_tag()})"
                 raise TransportError(f"expected {size} bytes from {who}, but received {found}")
-        self.held = None
+        self.held = ()
 
 
 class MpiTransport:
@@ -270,36 +271,32 @@ class MpiTransport:
         """Start to send a contiguous tensor's bytes."""
         from mpi4py import MPI
 
-        def start(data: torch.Tensor) -> Request:
-            return _Transfer([self.comm.Isend([piece, MPI.BYTE], dest, tag) for piece in _pieces(data)], data)
+        def start(*pieces: torch.Tensor) -> Request:
+            return _Transfer([self.comm.Isend([_buffer(each), MPI.BYTE], dest, tag) for each in pieces], pieces)
 
-        data = as_bytes(tensor)
-        if not data.is_cuda:
-            return start(data)
-        landed: torch.Tensor | None = getattr(received, "landed", None)
-        if landed is not None:
-            landed = landed[len(landed) - len(data) :]
-        return self._staging_for(data).send(data, start, landed, is_whole=received is not None)
+        pieces = _pieces(tensor)
+        if not tensor.is_cuda:
+            return start(*pieces)
+        return self._staging_for(tensor.device).send(pieces, dest, start, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         from mpi4py import MPI
 
-        def start(data: torch.Tensor) -> Request:
-            pieces = _pieces(data)
-            requests = [self.comm.Irecv([piece, MPI.BYTE], source, tag) for piece in pieces]
-            return _Transfer(requests, data, [piece.nbytes for piece in pieces])
+        def start(*pieces: torch.Tensor) -> Request:
+            requests = [self.comm.Irecv([_buffer(each), MPI.BYTE], source, tag) for each in pieces]
+            return _Transfer(requests, pieces, [each.nbytes for each in pieces])
 
-        data = as_bytes(tensor)
-        if not data.is_cuda:
-            return start(data)
-        return self._staging_for(data).receive(data, start)
+        pieces = _pieces(tensor)
+        if not tensor.is_cuda:
+            return start(*pieces)
+        return self._staging_for(tensor.device).receive(pieces, source, start)
 
-    def _staging_for(self, data: torch.Tensor) -> Staging:
+    def _staging_for(self, device: torch.device) -> Staging:
         from kvr_mpi.transport.staging import Staging
 
-        if data.device not in self._stagings:
-            self._stagings[data.device] = Staging(data.device, direct=self._direct)
-        return self._stagings[data.device]
+        if device not in self._stagings:
+            self._stagings[device] = Staging(device, direct=self._direct)
+        return self._stagings[device]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all ranks."""
@@ -397,7 +394,12 @@ def _wait_asleep(request: Any) -> None:
             time.sleep(PAUSE_S)
 
 
-def _pieces(data: torch.Tensor) -> list[Any]:
-    """Cut bytes into messages; host memory becomes numpy arrays, which mpi4py handles fastest."""
-    pieces = [data[at : at + CHUNK_BYTES] for at in range(0, max(1, data.numel()), CHUNK_BYTES)]
-    return pieces if data.is_cuda else [piece.numpy() for piece in pieces]
+def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Cut a contiguous tensor's bytes into messages."""
+    data = as_bytes(tensor)
+    return [data[at : at + CHUNK_BYTES] for at in range(0, max(1, data.numel()), CHUNK_BYTES)]
+
+
+def _buffer(piece: torch.Tensor) -> Any:
+    """Return what mpi4py sends; host memory becomes a numpy array, which it handles fastest."""
+    return piece if piece.is_cuda else piece.numpy()

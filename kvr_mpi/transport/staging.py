@@ -3,13 +3,20 @@
 MPI does not follow CUDA streams. A send may start only after the stream has filled its tensor, and a receive may write
 only after the stream has finished with that memory. Both are tested by querying events, so the rank keeps launching
 kernels meanwhile. Copies run on separate streams, concurrently with the computation.
+
+Messages are copied in pieces through a ring of pinned memory for each neighbor and direction. A piece waits until the
+ring has room for it, and messages between two ranks keep their order. So that full rings cannot make ranks wait for
+each other, a rank must receive messages from a neighbor in the order in which that neighbor sends them (`Forwarder`
+announces them). Then the first piece that has not arrived always has room in both rings, and a received piece leaves
+its ring as soon as it is on the device, whatever later ranks do.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +25,126 @@ from kvr_mpi.transport.base import Request
 
 # Pause between polls of a rank that waits for a transfer.
 PAUSE_S = 5e-5
+# Pinned memory of a ring, at least the longest piece. Forwarders poll every millisecond, in which links move 50 MB.
+RING_BYTES = 256 << 20
+# Shorter pieces, such as those of decode steps, are pinned one by one, so that rings exist only between neighbors.
+SMALL_BYTES = 1 << 20
 
 Start = Callable[[torch.Tensor], Request]
 # A point in a stream; None: nothing to wait for.
 Mark = torch.cuda.Event | None
+
+
+class _Ring:
+    """Pinned memory that pieces take and give back in the same order."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._taken: deque[tuple[int, int]] = deque()  # bounds in bytes, oldest first
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """Return memory (size,), or None if there is no room."""
+        if size <= SMALL_BYTES:
+            return _pinned(size)
+        if self._memory is None:
+            self._memory = _pinned(RING_BYTES)
+        at, stop = self._taken[-1][1] if self._taken else 0, RING_BYTES
+        if self._taken:
+            oldest = self._taken[0][0]
+            if at <= oldest:
+                stop = oldest
+            elif at + size > RING_BYTES:
+                at, stop = 0, oldest
+        if at + size > stop:
+            return None
+        self._taken.append((at, at + size))
+        return self._memory[at : at + size]
+
+    def give_back(self, size: int) -> None:
+        if size > SMALL_BYTES:
+            self._taken.popleft()
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """A part of a message.
+
+    data : on the device.
+    mark : the stream has filled `data`, or no longer uses it; later, the copy from or to the host is complete.
+    host : what MPI reads or writes; `data` itself if MPI accepts it.
+    """
+
+    transfer: StagedTransfer
+    data: torch.Tensor
+    mark: Mark
+    host: torch.Tensor
+    request: Request | None = None
+
+
+class _Lane:
+    """The messages to or from one rank; their pieces pass each step in the order in which they were posted.
+
+    stream : for copies; None: MPI accepts device memory (CUDA-aware).
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None, *, sends: bool) -> None:
+        self._stream, self._ring = stream, _Ring()
+        self._copies_first, self._copies_last = sends and stream is not None, not sends and stream is not None
+        self._steps = self._place, self._start, self._receive, self._end
+        self._queues = [deque[_Piece]() for _ in self._steps]
+
+    def post(self, piece: _Piece) -> None:
+        self._queues[0].append(piece)
+
+    def progress(self) -> None:
+        """Let all pieces pass the steps that they can pass now."""
+        for number, step in enumerate(self._steps):
+            queue = self._queues[number]
+            while queue and step(queue[0]):
+                piece = queue.popleft()
+                if number + 1 < len(self._queues):
+                    self._queues[number + 1].append(piece)
+
+    def _place(self, piece: _Piece) -> bool:
+        if self._stream is not None:
+            room = self._ring.take(piece.data.numel())
+            if room is None:
+                return False
+            piece.host = room
+        if self._copies_first:
+            piece.mark = self._copy(piece.host, piece.data, piece.mark)
+        return True
+
+    def _start(self, piece: _Piece) -> bool:
+        if not self._copies_last and not _is_passed(piece.mark):
+            return False
+        piece.request = piece.transfer.start(piece.host)
+        return True
+
+    def _receive(self, piece: _Piece) -> bool:
+        assert piece.request is not None, "it is started"
+        if not piece.request.test():
+            return False
+        if self._copies_last:
+            piece.mark = self._copy(piece.data, piece.host, piece.mark)
+        return True
+
+    def _end(self, piece: _Piece) -> bool:
+        if not _is_passed(piece.mark):
+            return False
+        if self._stream is not None:
+            self._ring.give_back(piece.data.numel())
+        piece.transfer.pieces -= 1
+        return True
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark) -> Mark:
+        stream = self._stream
+        assert stream is not None, "there is a copy"
+        if after is not None:
+            stream.wait_event(after)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            return _mark()
 
 
 class Staging:
@@ -31,102 +154,62 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, *, direct: bool) -> None:
-        self.direct = direct
-        self._waiting: list[StagedTransfer] = []
+        out, into = (None if direct else torch.cuda.Stream(device) for _ in range(2))
+        self._sends = defaultdict[int, _Lane](lambda: _Lane(out, sends=True))
+        self._receives = defaultdict[int, _Lane](lambda: _Lane(into, sends=False))
         self._lock = threading.Lock()  # the main thread and the forwarder's start transfers
-        if not direct:
-            self._out, self._into = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def send(
-        self, data: torch.Tensor, start: Start, landed: torch.Tensor | None = None, *, is_whole: bool = False
-    ) -> Request:
-        """Wait for the stream that fills a tensor, copy it if staged, and send it.
+    def send(self, pieces: Sequence[torch.Tensor], dest: int, start: Start, *, is_whole: bool = False) -> Request:
+        """Send a message once its stream has filled it.
 
-        data : contiguous bytes on the device.
-        start : starts to send a tensor that MPI can read.
-        landed : the same bytes in host memory, if they were received there: sent without another copy.
+        pieces : of its bytes, on the device.
+        start : starts to send a piece that MPI can read.
         is_whole : the tensor was received, not computed, so the send waits for no stream.
         """
-        if landed is not None:
-            return start(landed)
-        if self.direct:
-            return self.start_when(None if is_whole else _mark(), start, data)
-        host = _host_buffer(data)
-        self._out.wait_stream(torch.cuda.current_stream(data.device))
-        with torch.cuda.stream(self._out):
-            host.copy_(data, non_blocking=True)
-            return self.start_when(_mark(), start, host, held=data)
+        return self._post(self._sends[dest], pieces, start, None if is_whole else _mark())
 
-    def receive(self, into: torch.Tensor, start: Start) -> StagedTransfer:
-        """Receive into a device tensor; `start` starts to receive into a tensor that MPI can write."""
-        free = _mark()  # after this, no earlier kernel uses the memory
-        if self.direct:
-            return self.start_when(free, start, into)
-        host = _host_buffer(into)
-        return StagedTransfer(self, free, start, host, into=into, request=start(host))
+    def receive(self, pieces: Sequence[torch.Tensor], source: int, start: Start) -> Request:
+        """Receive a message into device memory; `start` starts to receive a piece into memory that MPI can write."""
+        return self._post(self._receives[source], pieces, start, _mark())  # no earlier kernel uses the memory then
 
-    def start_when(
-        self, ready: Mark, start: Start, data: torch.Tensor, held: torch.Tensor | None = None
-    ) -> StagedTransfer:
-        """Start a transfer when an event has passed; testing any transfer starts all that are ready."""
-        waiting = StagedTransfer(self, ready, start, data, held)
+    def progress(self, lane: _Lane | None = None) -> None:
+        """Progress one lane, by default all."""
         with self._lock:
-            self._waiting.append(waiting)
-        self.progress()
-        return waiting
+            for each in (*self._sends.values(), *self._receives.values()) if lane is None else (lane,):
+                each.progress()
 
-    def progress(self) -> None:
-        """Start the transfers whose events have passed, in order."""
+    def _post(self, lane: _Lane, pieces: Sequence[torch.Tensor], start: Start, mark: Mark) -> Request:
+        transfer = StagedTransfer(self, lane, start, len(pieces))
         with self._lock:
-            while self._waiting and _is_passed(self._waiting[0].ready):
-                first = self._waiting.pop(0)
-                first.request = first.start(first.data)
-
-    def deliver(self, host: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event) -> Mark:
-        """Copy to the device after the event `free`; complete when the returned event has passed."""
-        self._into.wait_event(free)
-        with torch.cuda.stream(self._into):
-            into.copy_(host, non_blocking=True)
-            return _mark()
+            for piece in pieces:
+                lane.post(_Piece(transfer, piece, mark, host=piece))
+            lane.progress()
+        return transfer
 
 
 @dataclass(slots=True, eq=False)
 class StagedTransfer:
-    """A transfer that starts when an event has passed, or one that is received in host memory and then delivered.
+    """A message in a lane.
 
-    ready : before this, earlier kernels use the device memory.
-    data : what MPI reads or writes.
-    held : memory that must not be reused before `ready`.
-    into : where a message received in host memory is delivered.
+    pieces : number of pieces that have not ended.
     """
 
     staging: Staging
-    ready: Mark
+    lane: _Lane
     start: Start
-    data: torch.Tensor
-    held: torch.Tensor | None = None
-    into: torch.Tensor | None = None
-    request: Request | None = None
-    whole: Mark = None  # passes when the message is on the device
-    is_delivered: bool = False
-
-    @property
-    def landed(self) -> torch.Tensor | None:
-        """The host memory that holds a received message; None if it was not received there."""
-        return None if self.into is None else self.data
+    pieces: int
 
     def test(self) -> bool:
-        """Progress the transfers, and return whether this one is complete."""
-        self.staging.progress()
-        if self.request is None or not self.request.test():
-            return False
-        if self.into is not None and self.ready is not None and not self.is_delivered:
-            self.is_delivered, self.whole = True, self.staging.deliver(self.data, self.into, self.ready)
-        return _is_passed(self.whole)
+        """Progress the messages of this lane, and return whether this one is complete."""
+        if self.pieces:
+            self.staging.progress(self.lane)
+        return not self.pieces
 
     def wait(self) -> None:
-        while not self.test():
-            time.sleep(PAUSE_S)
+        while self.pieces:
+            self.staging.progress()
+            if self.pieces:
+                time.sleep(PAUSE_S)
 
 
 def _is_passed(mark: Mark) -> bool:
@@ -140,6 +223,7 @@ def _mark() -> torch.cuda.Event:
     return mark
 
 
-def _host_buffer(data: torch.Tensor) -> torch.Tensor:
-    """Allocate pinned host memory for a tensor's bytes, from torch's cache."""
-    return torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
+def _pinned(size: int) -> torch.Tensor:
+    """Allocate pinned host memory (size,), from torch's cache."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)

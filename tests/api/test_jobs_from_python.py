@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from constants import ROOT
+from made_corpora import write_lines
 from made_runs import HEADER, NAMES, corpus_of, part_of, record, take, write, write_share
 from transformers import AutoModelForCausalLM
 
@@ -22,6 +23,7 @@ import kvr_mpi
 from kvr_mpi import KvrError, open_results
 from kvr_mpi.api.jobs import read_job
 from kvr_mpi.cli import group
+from kvr_mpi.documents import CorpusPart, scan_corpus
 from kvr_mpi.errors import EXIT_BAD_DATA, ConfigError, DataError, MissingError
 from kvr_mpi.store.kv import CachedTokens
 from kvr_mpi.store.writer import ResultWriter
@@ -245,6 +247,16 @@ def test_shares_that_do_not_belong_together_are_refused_saying_what_differs(tmp_
     write_share(tmp_path, 1, 2, [*NAMES, "new", "newer"])
     with pytest.raises(DataError, match="shares of different documents"):
         open_results(tmp_path, partial=True)
+
+
+def test_shares_of_different_limits_are_refused(tmp_path: Path) -> None:
+    rows = write_lines(tmp_path / "rows.jsonl", *({"id": name, "text": "x"} for name in NAMES))
+    for number, limit in enumerate((3, None)):
+        part = scan_corpus([str(rows)], limit=limit, part=CorpusPart(number, 2))
+        take(folder := tmp_path / "out" / f"share-{number}-of-2", corpus=part).lock.release()
+        write(folder, 0, map(record, part.ids()))
+    with pytest.raises(DataError, match=r"documents\.limit"):
+        open_results(tmp_path / "out", partial=True)
 
 
 def test_a_share_of_nothing_is_not_missing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from made_corpora import errors_of, read, read_one, write_lines, write_parquet
 
@@ -73,8 +74,20 @@ def test_tables_of_comma_separated_values(tmp_path: Path, suffix: str, delimiter
     assert first_rows(str(file), ()) == ROWS[:20]
     corpus = scan_corpus([str(file)])
     assert [corpus.read(n) for n in (20, 3, 29, 3)] == [WANTED[n] for n in (20, 3, 29, 3)]
-    file.write_text(f"id{delimiter}text\na\nb{delimiter}x{delimiter}y\n")
+    file.write_text(f"id{delimiter}text\na\nb{delimiter}x{delimiter}{delimiter}\n")
     assert "the text field 'text' is missing" in errors_of(read(file))["a"] and read(file)[1] == Document("b", "x")
+
+
+def test_rows_of_csv_never_lose_part_of_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("id,text\na,Yes\nb,No, said the mayor\n")
+    good, bad = read(file)
+    assert good == Document("a", "Yes") and "3 fields for 2 names" in (bad.error or "")
+    file.write_text("id,text,text,,\na,one,two,,\n")
+    assert "'text' twice" in (read_one(file).error or "")
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text"] * 2), tmp_path / "b.parquet")
+    assert "'text' twice" in (read_one(tmp_path / "b.parquet").error or "")
+    assert read_one(file, text_field="id", id_field="x") == Document("a.csv:1", "a")
 
 
 def test_rows_with_wrong_quotes_are_errors_and_swallow_no_others(tmp_path: Path) -> None:

@@ -55,6 +55,18 @@ def lacking(document: str, answer: str, other: str = "") -> list[str]:
         ("Es sind zwölf Boote.", ["12"], ["13"]),
         ("那里有三艘船。", ["3"], ["4"]),
         ("The GPT-4 model.", ["4"], ["5"]),
+        ("5 lakh people, 2 crore rupees", ["500,000", "5,00,000", "20 million", "five lakh"], ["50,000"]),
+        ("共有一百二十三人，二〇二四年三千五百元，3億5000万円", ["123", "3,500", "2024", "350,000,000"], ["124", "20"]),
+        ("We meet at 3:30 pm and at 17:45.", ["15:30", "3.30 pm", "15h30", "5:45 p.m.", "17.45"], ["16"]),
+        ("It takes ½ cup and 2½ hours, or .25", ["0.5", "2.5", "0.25", ".5"], ["2.25"]),
+        ("World War II, Chapter XIV", ["2", "14"], ["3"]),
+        ("A hundred boats, two dozen men, a million euros", ["100", "24", "1,000,000", "1 million"], ["1,000"]),
+        ("two point five, one and a half million", ["2.5", "1.5 million", "1,500,000"], ["1.25"]),
+        ("it was nineteen eighty-four", ["1984"], ["1985"]),
+        ("the 21st, in 1990 to 1995", ["twenty-first", "1990-95", "the '90s"], ["1990-94", "twenty-second"]),
+        ("Es sind einundzwanzig und zweihundert.", ["21", "200"], ["20", "2"]),
+        ("quatre-vingt-dix et vingt et un, treinta y dos", ["90", "21", "32"], ["91"]),
+        ("90, 21, 32", ["quatre-vingt-dix", "vingt et un", "treinta y dos", "zweiunddreißig"], ["dreiunddreißig"]),
     ],
 )  # fmt: skip
 def test_numbers_in_any_format(document: str, same: list[str], other: list[str]) -> None:
@@ -62,7 +74,7 @@ def test_numbers_in_any_format(document: str, same: list[str], other: list[str])
         assert lacking(document, f"it is {number} today") == [], number
     for number in other:
         (found,) = lacking(document, f"it is {number} today")
-        assert number.startswith(found), number
+        assert found in number, number
 
 
 def test_numbers_of_lists_are_not_claims() -> None:
@@ -79,6 +91,7 @@ def test_numbers_of_lists_are_not_claims() -> None:
              "am 5. Januar 2024", "le 5 janvier 2024", "5 de enero de 2024", "January 2024", "2024年1月5日"],
             ["6 January 2024", "2024-01-06", "January 5, 2023", "5 February", "February 2024", "05/02/2024"],
         ),
+        ("二〇二四年五月三日", ["3 May 2024", "2024年5月3日"], ["2024-05-04", "二〇二四年五月四日"]),
         ("It began on 2024-03-31.", ["March 31st, 2024", "31 March"], ["30 March", "March 2023"]),
         ("In 2024 we met on the twenty-first of May.", ["21 May 2024", "May 21"], ["22 May", "May 21, 2023"]),
     ],
@@ -105,6 +118,10 @@ def test_dates_in_any_format(document: str, same: list[str], other: list[str]) -
         ("Ångström", "about A\u030angstro\u0308m and ÅNGSTRÖM", []),
         ("иван", "это сказал Иван, а не Пётр", ["Пётр"]),
         ("x", '{"Name": "x", "City": "in Paris"}', ["Paris"]),
+        ("Zoë, François and İstanbul; Sao Paulo", "with Zoe, Francois, Istanbul, São Paulo and Zürich", ["Zürich"]),
+        ("Иван Петров и Мария в Москве", "о Марии, с Иваном Петровым и Марком, Москва", ["Марком"]),
+        ("the World Health Organization has 3GB for $5", "the WHO has 3 GB for US$5 or 5 USD, as NATO", ["NATO"]),
+        ("Chapter 4", "see Chapter IV and VI", ["VI"]),
     ],
 )  # fmt: skip
 def test_names_are_capitalized_words_that_begin_no_sentence(document: str, answer: str, names: list[str]) -> None:

@@ -1,25 +1,19 @@
 """``kvr``, with one operation on one file that fails in one rank, as KVR_TEST_FAULT says (``injector.c``).
 
-Volumes are closed, owners of a lock are given up, and files that fail are tried again, after and for a fraction of a
-second. SIGUSR1 makes a rank tell where it is.
+It is ``impatient``, and files that fail are tried again for a fraction of a second only.
 """
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import json
 import os
-import signal
+
+import impatient  # noqa: F401
 
 import kvr_mpi.disk as disk
-import kvr_mpi.store.lock as lock
-import kvr_mpi.store.writer as writer
 from kvr_mpi.cli import kvr
 
-faulthandler.register(signal.SIGUSR1)
-writer.VOLUME_S = 0.02
-lock.WATCH_S = 2 * lock.BEAT_S
 disk.RETRY_S = 0.3
 rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 if told := os.environ.pop("KVR_TEST_FAULT", ""):

@@ -1,29 +1,22 @@
-"""``kvr-run`` as it is, but impatient: volumes are closed, and owners of a lock given up, after a fraction of a second.
+"""``kvr-run`` as it is, but ``impatient``.
 
-With the minute of a real job no volume would be finished when a run of two seconds is killed. SIGUSR1 makes a rank
-tell where it is, which the harness asks of a job that hangs. KVR_TEST_CLOCK makes the clock jump. KVR_TEST_VIEW lets
-one rank see other files or another clock than the rest: a JSON object of `rank`; `kind`; `name`, a part of the path
-that is seen so; `first` and `times`, of the accesses to it; `other`, a file that is seen in its place.
+KVR_TEST_CLOCK makes the clock jump. KVR_TEST_VIEW lets one rank see other files or another clock than the rest: a JSON
+object of `rank`; `kind`; `name`, a part of the path that is seen so; `first` and `times`, of the accesses to it;
+`other`, a file that is seen in its place.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
 import time
 from typing import Any
 
 import h5py
+import impatient  # noqa: F401
 
-import kvr_mpi.store.lock as lock
-import kvr_mpi.store.writer as writer
 from kvr_mpi.cli import kvr_run
 
-faulthandler.register(signal.SIGUSR1)
-writer.VOLUME_S = 0.02
-lock.WATCH_S = 2 * lock.BEAT_S
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 

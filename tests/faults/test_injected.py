@@ -1,4 +1,4 @@
-"""A file that fails, once or always: see ``injection``. `make test-all` runs 40 cases, and
+"""A file that fails, once or always: see ``injection``. `make test-all` runs four cases, and
 ``make test-long PARTS=faults SEEDS=1-300`` those of these seeds, or ``SEEDS=17`` one.
 """
 

@@ -138,11 +138,11 @@ def test_more_layers_take_no_more_waits_of_the_host_and_no_more_streams(
     how: dict[str, Any], gpus: PretendedCuda, network: Network
 ) -> None:
     """What lies in more streams than a GPU has hardware queues (8) may wait for what it does not depend on."""
-    gpus.watches, waits = False, []
+    gpus.watches, waits = False, list[dict[str, int]]()
     for layers in (3, 6):
         gpus.waits.clear(), gpus.streams.clear()
         run_chain(gpus, network, layers, **how)
-        waits.append(gpus.waits.total())
+        waits.append(dict(gpus.waits))
         assert max(gpus.streams.values()) <= 7
     assert waits[0] == waits[1]
 
@@ -171,14 +171,15 @@ def test_gpu_memory_is_handed_to_mpi_on_its_own_gpu(
     torch.cuda.set_device(GPU)
     ranks, tag = MpiTransport(MPI.COMM_SELF, direct=direct), 1
     unpinned = partial(torch.empty, dtype=torch.uint8)
-    monkeypatch.setattr("kvr_mpi.transport.staging._host_buffer", lambda data: unpinned(data.numel()))
+    monkeypatch.setattr("kvr_mpi.transport.staging._pinned", unpinned)
     with OnDevices(gpus):
         sent, came = torch.arange(6.0, device=GPU), torch.zeros(6, device=GPU)
         last = torch.zeros(4, device=GPU)
     forwarder = Forwarder(ranks, device=GPU)
     forwarder.begin()
+    own = forwarder.announce(sent, 0, tag)
     passed, final = forwarder.receive(came, 0, tag, forward_to=0, forward_from=2), forwarder.receive(last, 0, tag)
-    forwarder.send(forwarder.announce(sent, 0, tag))
+    forwarder.send(own)
     thread, deadline = forwarder._thread, time.monotonic() + 20
     assert thread is not None
     while thread.is_alive() and not (passed.through and final.arrived) and time.monotonic() < deadline:

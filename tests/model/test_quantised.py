@@ -65,6 +65,21 @@ def test_quantised_weights_are_those_they_stand_for(layout: str, tmp_path: Path)
     check_chain(loaded)
 
 
+@pytest.mark.parametrize("layout", ["fp8", "mxfp4"])
+def test_quantised_weights_are_expanded_where_nothing_multiplies_them(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a model on the CPU of a machine with a GPU, transformers keeps layers that only a GPU can run."""
+    folder, plain = save_plain(tmp_path / "folder"), save_plain(tmp_path / "plain")
+    getattr(made_folders, layout)(folder, plain)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: (9, 0))
+    loaded = load_here(folder)
+    assert not any("Linear" in type(each).__name__ and not is_plain_linear(each) for each in loaded.model.modules())
+    truth = logits_of(tf.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32))
+    torch.testing.assert_close(logits_of(loaded.model), truth, rtol=1e-4, atol=1e-4)
+
+
 class Fp8Linear(torch.nn.Linear):
     """As transformers' own on GPUs, whose weights are of a type that torch does not compute with."""
 

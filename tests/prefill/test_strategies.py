@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,15 +21,22 @@ from kvr_mpi.kv import pool
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
-from kvr_mpi.prefill.exactness import allowed_error, continued, differences, error_share, first_difference
+from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, differences, error_share, first_difference
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
-from kvr_mpi.transport import Transport
+from kvr_mpi.transport import Transport, mpi, staging
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 RING = LENT["ring"]
 RIVALS = [name for name, strategy in LENT.items() if strategy.exchange is not None]
 KVR_CUT = Partition((0, 20, 40, 50, 64))
+
+
+@functools.cache
+def truth_of(model: str, tokens: int) -> Continuation:
+    """What one process gives."""
+    loaded = tiny(model)
+    return continued(loaded.model, single(loaded, prompt(tokens)), NEW_TOKENS)
 
 
 # A length that the ranks divide, and two that they do not.
@@ -40,8 +48,7 @@ def test_rivals_equal_one_process(name: str, is_published: bool, size: int, toke
     strategy = (PUBLISHED if is_published else LENT)[name]
     cut, decodes = strategy.cut_evenly(tokens, size), 0 if name == "ring" else size - 1
     for model in ("llama-gqa", "mistral-window", "falcon-mqa", "gpt2", "gemma2-softcap", "gpt-oss-sinks"):
-        loaded, ids = tiny(model), prompt(tokens)
-        truth = continued(loaded.model, single(loaded, ids), NEW_TOKENS)
+        loaded, ids, truth = tiny(model), prompt(tokens), truth_of(model, tokens)
         prepare_model(loaded.model, chain=True)
         ranks = run_local(size, lambda rank: strategy.prefill(loaded, ids, cut, rank, NEW_TOKENS))  # noqa: B023
         assert [at for at, rank in enumerate(ranks) if rank.logits is not None] == [decodes]
@@ -160,10 +167,16 @@ class Failing(threading.local):
                 hook.remove()
 
 
-def run_prompts(chain: Transport, prompts: list[Prompt], logits: list[torch.Tensor], failing: Failing) -> float:
+def run_prompts(
+    chain: Transport,
+    prompts: list[Prompt],
+    logits: list[torch.Tensor],
+    failing: Failing,
+    device: torch.device | None = None,
+) -> float:
     """Run all prompts without a barrier, check what comes out on this rank, and return the worst error of logits."""
     prefixes = {name: compute_prefix(tiny(name), range(1, 11)) for name in {each.model for each in prompts}}
-    forwarder = Forwarder(chain)
+    forwarder = Forwarder(chain, device=device)
     worst = 0.0
     for each, truth in zip(prompts, logits, strict=True):
         failing.layer = each.fails.get(chain.rank)
@@ -234,3 +247,73 @@ def test_a_chain_whose_ranks_all_run_out_of_memory_does_not_stand_still() -> Non
         errors = run_local(5, work)
     assert all(error is not None and "ran out of memory with a slice of 12" in error for error in errors)
     assert errors[2] is not None and "rank 3, 4, 0, 1, 2 of the 5 in its chain ran out" in errors[2]
+
+
+class LateEvent:
+    """An event or a stream of a GPU; an event passes only after a while."""
+
+    draw = random.Random(0)
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.draw.random() < 0.3
+
+    def record_event(self) -> LateEvent:
+        return LateEvent()
+
+    def elapsed_time(self, later: Any) -> float:
+        return 0.0
+
+    def record(self, *given: Any) -> None:
+        return
+
+    wait_event = synchronize = record
+
+
+class Staged(Rendezvous):
+    """Host memory is staged as if it were a GPU's, and pinned memory is counted."""
+
+    def __init__(self, hub: Any, rank: int) -> None:
+        super().__init__(hub, rank)
+        self.staging = staging.Staging(torch.device("cpu"), direct=False)
+
+    def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Any = None) -> Any:
+        send = super().isend
+        pieces = mpi._pieces(tensor)
+        return self.staging.send(pieces, dest, lambda piece: send(piece, dest, tag), is_whole=received is not None)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        receive = super().irecv
+        return self.staging.receive(mpi._pieces(tensor), source, lambda piece: receive(piece, source, tag))
+
+
+@pytest.mark.parametrize("room", [1, pytest.param(2.5, marks=pytest.mark.long)])
+def test_full_rings_of_pinned_memory_do_not_make_a_chain_stand_still(
+    room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings have room for a piece or two; prompts follow each other without a barrier, some fail, in any order."""
+    prompts, failing, piece, pinned = draw_prompts(16, 4, seed=7, failing=0.3), Failing(), 600, list[int]()
+    logits, allowed, ring = truths(prompts), allowed_error(torch.float32), int(room * piece)
+
+    def counted(size: int) -> torch.Tensor:
+        pinned.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    for name in ("Event", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, LateEvent)
+    for name in ("set_device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, nullcontext)
+    monkeypatch.setattr(mpi, "CHUNK_BYTES", piece)
+    monkeypatch.setattr(staging, "RING_BYTES", ring)
+    monkeypatch.setattr(staging, "SMALL_BYTES", 0)
+    monkeypatch.setattr(staging, "_pinned", counted)
+    monkeypatch.setattr("kvr_mpi.transport.forwarder.LIMIT_S", 30.0)
+
+    def work(rank: LocalTransport) -> float:
+        return run_prompts(Staged(rank._hub, rank.rank), prompts, logits, failing, torch.device("cuda", 0))
+
+    with failing.installed():
+        assert max(run_local(4, work)) <= allowed
+    assert pinned == [ring] * 8, "each of four ranks has a ring for the rank before it, and for the one after it"

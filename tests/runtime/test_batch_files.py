@@ -22,7 +22,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "as-the-job": {},
     "short": {"max_tokens": 3},
     "long": {"max_completion_tokens": 20},
-    "narrow": {"temperature": 1.5, "top_k": 1},
+    "narrow": {"temperature": 2, "repetition_penalty": 1, "top_k": 1},
     "seed-7": {"temperature": 1.5, "seed": 7, "max_tokens": 12},
     "seed-7-again": {"temperature": 1.5, "seed": 7, "max_tokens": 12},
     "seed-8": {"temperature": 1.5, "seed": 8, "max_tokens": 12},

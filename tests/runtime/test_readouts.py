@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,17 @@ import transformers as tf
 from constants import Kvr
 from made_jobs import TEXT, load, plain_job, refusal, toml_of, with_settings
 
+from kvr_mpi.documents.prompts import PromptText
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
 from kvr_mpi.job.inputs import identity_of
+from kvr_mpi.job.readout import readout_of
+from kvr_mpi.model import final_states
+from kvr_mpi.prefill import reading
 from kvr_mpi.store.results import open_results
 
 CLOSE = 2e-5  # float32, of values around 1
 ONE_BAD = EXIT_BAD_DATA
+WINDOW = 512  # of the models here
 TEXTS = {f"doc-{number}": f"  Document {number}. " + TEXT * (1 + 5 * number) for number in range(4)}
 
 
@@ -89,21 +93,32 @@ def test_embeddings_are_those_of_transformers_and_lie_beside_the_records(
     np.testing.assert_array_equal(np.array(table.loc[ids, "embedding"].tolist()).astype(np.float32), found)
 
 
-def own_model(folder: Path, tiny: Path, **changes: Any) -> Path:
-    """A model as sentence-transformers saves one, without head and with an end of text behind every text."""
-    shutil.copytree(tiny, folder)
-    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    (folder / "model.safetensors").unlink()
-    model.model.save_pretrained(folder)
+def own_model(folder: Path, tokenizer: Any) -> Path:
+    """A model of Qwen3-Embedding's kind: without head, with its modules and prompts, and an end behind every text."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    config = tf.Qwen3Config(vocab_size=len(tokenizer), max_position_embeddings=WINDOW, **sizes, **heads)
+    tf.Qwen3Model(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     files: dict[str, Any] = {
         "modules.json": [
-            {"idx": at, "path": path, "type": f"sentence_transformers.models.{path.partition('_')[2] or 'Transformer'}"}
+            {
+                "idx": at,
+                "name": str(at),
+                "path": path,
+                "type": f"sentence_transformers.models.{path.partition('_')[2] or 'Transformer'}",
+            }
             for at, path in enumerate(("", "1_Pooling", "2_Normalize"))
         ],
-        "1_Pooling/config.json": {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True},
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": 32,
+            "pooling_mode_mean_tokens": False,
+            "pooling_mode_lasttoken": True,
+        },
         "config_sentence_transformers.json": {"prompts": {"query": "Find the boat\nQuery:", "document": ""}},
     }
-    for name, content in {**files, **changes}.items():
+    for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content))
     tables = json.loads((folder / "tokenizer.json").read_text())
@@ -118,22 +133,32 @@ def own_model(folder: Path, tiny: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_the_models_own_pooling_prompt_and_end_of_text_are_those_of_its_folder(
-    texts_job: Path, tmp_path: Path, tiny_model_dir: Path, run_job: Any
+def test_the_models_own_embeddings_are_those_of_sentence_transformers(
+    texts_job: Path, tmp_path: Path, run_job: Any, small_tokenizer: Any
 ) -> None:
-    folder = own_model(tmp_path / "own", tiny_model_dir)
-    run, tokenizer = states_of(tiny_model_dir), tf.AutoTokenizer.from_pretrained(folder)
-    model = f"model.path={folder}"
-    for kind, before in {"query": "Find the boat\nQuery:", "document": ""}.items():
+    sentences = pytest.importorskip("sentence_transformers")
+    folder = own_model(tmp_path / "own", small_tokenizer)
+    theirs = sentences.SentenceTransformer(str(folder), device="cpu")
+    word = theirs.tokenizer.encode(" boat", add_special_tokens=False)
+    assert len(word) == 1
+    filling = theirs.tokenizer.decode(word * (WINDOW - 1))
+    texts = {**TEXTS, "whole-window": filling, "one-more": f"{filling} boat"}
+    rows = "".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in texts.items())
+    (tmp_path / "rows.jsonl").write_text(rows)
+    model, too_long = f"model.path={folder}", {"document": {"one-more"}, "query": {"one-more", "whole-window"}}
+    for kind, encode in {"query": theirs.encode_query, "document": theirs.encode_document}.items():
         found = run_job(2, model, f"output.embedding={kind}", of=texts_job, code=ONE_BAD).records
-        for name, text in TEXTS.items():
-            ids = tokenizer((before + text).strip())["input_ids"]
-            assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-            close(found[name].embedding, torch.nn.functional.normalize(run(ids)[0][-1], dim=0))
+        assert {name for name, record in found.items() if record.status == "error"} == too_long[kind]
+        for name in texts.keys() - too_long[kind]:
+            close(found[name].embedding, torch.from_numpy(encode(texts[name])))
     refused = run_job(1, "output.embedding=query", of=texts_job, code=EXIT_CONFIG)
     assert "modules.json" in refused.log and "'last' or 'mean'" in refused.log
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     assert "cls_token" in run_job(1, model, "output.embedding=query", of=texts_job, code=EXIT_CONFIG).log
+    whole = readout_of(load(texts_job, "output.embedding=mean", "output.dimensions=32"), 32)
+    assert whole is not None
+    stored = whole.fields(PromptText((1,)), torch.full((32,), 3.0))
+    np.testing.assert_allclose(np.linalg.norm((stored or {})["embedding"]), 1, rtol=1e-6)
     too_many = run_job(1, "output.embedding=mean", "output.dimensions=33", of=texts_job, code=EXIT_CONFIG)
     assert "32 dimensions" in too_many.log
 
@@ -198,6 +223,23 @@ def test_documents_are_as_likely_as_transformers_says(texts_job: Path, run_job: 
         _, known = run([*before, *ids, *after])
         close(framed[name].text_logprobs, known[len(before) - 1 : -len(after)])
         assert framed[name].scored_tokens == len(ids)
+
+
+def test_logits_of_fewer_tokens_are_computed_in_little_memory(
+    texts_job: Path, run_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[int]()
+
+    def logits_of(model: Any, states: torch.Tensor) -> torch.Tensor:
+        found = final_states.logits_of(model, states)
+        sizes.append(4 * found.numel())
+        return found
+
+    monkeypatch.setattr(reading, "logits_of", logits_of)
+    little = 0.004
+    done = run_job(2, "output.text_logprobs=true", f"parallel.memory_gib={little}", of=texts_job, code=ONE_BAD).records
+    assert done["doc-3"].scored_tokens == len(done["doc-3"].text_logprobs) > 300
+    assert 0 < max(sizes) <= little * 2**30 / 4 / reading.COPIES
 
 
 def test_settings_of_answers_are_refused_by_name(texts_job: Path) -> None:

@@ -1,8 +1,8 @@
 """Settings of a job by twos: each pair is refused by name before anything loads, or gives what it gives on one rank.
 
 The settings are in `jobs_together`; which pairs are refused is in `kvr_mpi.job.combinations`. Those that are not run
-several at once, in jobs of up to nine settings on two ranks. A job's truth is the same on one rank without the ways; of
-what is only kept, the answers are also those of the job that keeps nothing.
+several at once, in jobs of up to twelve settings on two ranks. A job's truth is the same on one rank without the ways;
+of what is only kept, the answers are also those of the job that keeps nothing.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 import torch
 from made_logs import logger_to
 
+from kvr_mpi.errors import OutputError
 from kvr_mpi.events import Events, Span
 from kvr_mpi.plain import read_plain
 from kvr_mpi.report.page import page_of
@@ -118,6 +119,14 @@ def test_a_killed_job_leaves_what_was_written(tmp_path: Path) -> None:
     )
     (trace,) = read_traces(tmp_path)
     assert trace.damaged == 4 and len(trace.spans) == 18
+
+
+def test_traces_are_written_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "trace").symlink_to("elsewhere")
+    with pytest.raises(OutputError, match="symbolic link"):
+        write_spans(tmp_path, 1)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_trace_ends_at_its_size_and_clocks_that_differ_are_aligned(tmp_path: Path) -> None:

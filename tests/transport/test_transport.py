@@ -4,7 +4,10 @@ import json
 import re
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +21,12 @@ from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.transport import choose as choose_module
+from kvr_mpi.transport import staging
 from kvr_mpi.transport.base import FixedTag, Request
 from kvr_mpi.transport.choose import _View, choose, open_transport, warm_up, warm_up_sums
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi import connect, launched_size
-from kvr_mpi.transport.staging import Staging
 
 PROGRAMS = TESTS / "programs"
 
@@ -177,29 +180,49 @@ def test_a_message_that_does_not_come_ends_the_wait_and_is_named() -> None:
     forwarder.abandon()
 
 
-def test_threads_start_each_staged_transfer_once_and_in_order() -> None:
-    """A second thread asks for progress while the first one is about to start a transfer."""
-    staging, started, inside = Staging(torch.device("cpu"), direct=True), list[int](), threading.Event()
+@pytest.mark.parametrize("direct", [False, True])
+def test_threads_start_each_piece_once_and_in_order(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread asks for progress while the first one is about to start a piece."""
+    started, inside = list[int](), threading.Event()
 
     class Mark:
         threads = 0
 
         def query(self) -> bool:
-            self.threads += 1
-            if self.threads == 2:  # unless it waits for the first thread
+            Mark.threads += 1
+            if Mark.threads == 2:  # unless it waits for the first thread
                 inside.set()
-            if self.threads == 1:
+            if Mark.threads == 1:
                 other.start()
                 inside.wait(0.5)
             return True
 
-    def start(data: torch.Tensor) -> Any:
-        started.append(int(data))
+        def record(self) -> None:
+            return
 
-    other = threading.Thread(target=staging.progress)
-    staging.start_when(Mark(), start, torch.tensor(1))
+    class Sent:
+        def __init__(self, piece: torch.Tensor) -> None:
+            started.append(int(piece))
+
+        def test(self) -> bool:
+            return True
+
+        wait = test
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_event=lambda mark: None))
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(staging, "_pinned", partial(torch.empty, dtype=torch.uint8))
+    stages = staging.Staging(torch.device("cpu"), direct=direct)
+    other = threading.Thread(target=stages.progress)
+    sent = stages.send([torch.tensor([number], dtype=torch.uint8) for number in range(3)], 1, Sent)
     other.join()
-    assert started == [1]
+    assert started == [0, 1, 2] and sent.test()
+
+
+def test_messages_that_are_longer_than_their_rings_cross_over_mpi(mpirun: Any) -> None:
+    run = mpirun(4, [sys.executable, PROGRAMS / "staged_ranks.py"], timeout_s=120)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(("size", "most"), [(64, 2), (63, 3)])
