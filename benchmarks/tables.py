@@ -13,7 +13,7 @@ from benchmarks.options import PRINT
 from benchmarks.pairs import STARTS_DIFFER, Ratio
 from benchmarks.plots import plot_bench
 from benchmarks.roofline import Roofline
-from kvr_mpi.cli.files import writing_file
+from kvr_mpi.disk import writing
 from kvr_mpi.errors import counted
 from kvr_mpi.report.table import print_table
 
@@ -58,7 +58,7 @@ def print_strategies(found: list[dict[str, Any]], json_file: Path | None, plot: 
     if json_file is not None:
         _write(found, json_file)
     if plot is not None:
-        with writing_file(plot):
+        with writing(plot):
             plot_bench(found, plot)
 
 
@@ -168,7 +168,7 @@ def print_heads(found: list[dict[str, Any]], json_file: Path | None) -> None:
 
 
 def _write(found: list[dict[str, Any]], file: Path) -> None:
-    with writing_file(file):
+    with writing(file):
         file.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -182,5 +182,5 @@ def write(name: str, found: Any) -> None:
     if name == PRINT:
         click.echo(text, nl=False)
         return
-    with writing_file(name):
+    with writing(name):
         Path(name).write_text(text)

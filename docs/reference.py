@@ -171,7 +171,7 @@ def schema() -> str:
     """Draw what is where in the files of results."""
     return "\n\n".join(
         [
-            f"Version {volumes.SCHEMA_VERSION}. Files:",
+            f"Version {log.SCHEMA_VERSION}. Files:",
             _drawing(volumes),
             "Lines of a log:",
             _drawing(log),

@@ -41,7 +41,7 @@ NO_MEMORY = "memory allocation failed"  # in a message of HDF5
 # Errors of what is not a regular file, or too large to be one of ours.
 WRONG_KIND = {errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG, errno.ENAMETOOLONG}
 
-PART_NAME = re.compile(r"(.+)\.part(?:-[0-9a-f]{16})?", re.DOTALL)  # unfinished files; earlier versions' had no number
+PART_NAME = re.compile(r"(.+)\.part-[0-9a-f]{16}", re.DOTALL)  # unfinished files
 PART_CHARS = len(".part-") + 16
 LEFTOVER_S = 86400.0  # an unfinished file that was not written to for this long has no writer any more
 MODE = 0o666  # minus the umask
@@ -338,6 +338,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Write a file that replaces `path` once it is complete and synced; see `replaced`."""
     with replaced(path) as part, os.fdopen(create(part), "wb") as stream:
         yield stream
+
+
+@contextmanager
+def writing(what: object, remedy: str = "", kind: type[OutputError] = OutputError) -> Iterator[None]:
+    """Turn an `OSError` of writing a file or folder into an `OutputError` that names it, and what to do."""
+    try:
+        yield
+    except UnavailableError:  # of a file that is read meanwhile
+        raise
+    except OSError as error:  # such as a name that is too long, or a folder without permission
+        why = f"{error.strerror or error}{'; ' * bool(remedy)}{remedy}"
+        raise kind(f"{what} cannot be written: {why}") from error
 
 
 def kind_of_file(mode: int) -> str:

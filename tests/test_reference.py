@@ -69,7 +69,7 @@ def test_the_schema_names_all_that_is_stored() -> None:
     stored |= {"seal", log.HEADER, log.VOLUME, log.DROPPED, log.PRUNED, *kv_reader.MEMBERS}
     stored |= {volumes.LOG, volumes.RECORDS, volumes.KV}
     assert len(stored) > 40 and not [name for name in stored if not re.search(rf"\b{name}\b", page)]
-    assert f"schema_version = {volumes.SCHEMA_VERSION}" in page and f"Version {volumes.SCHEMA_VERSION}." in page
+    assert f"schema_version = {log.SCHEMA_VERSION}" in page and f"Version {log.SCHEMA_VERSION}." in page
 
 
 # Figures: pages are what stored measurements make of them, and each says how it was made

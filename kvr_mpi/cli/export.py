@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command, output_file_option, overwrite_file_option
 from kvr_mpi.errors import counted
 
@@ -93,7 +92,7 @@ def export(
 def _write(results: Results, kind: str, output: Path | None, status: str | None, fields: str | None) -> None:
     from contextlib import ExitStack
 
-    from kvr_mpi.disk import replacing
+    from kvr_mpi.disk import replacing, writing
     from kvr_mpi.store.batch_responses import write_responses
     from kvr_mpi.store.export import asked_fields, choose_fields, write_embeddings, write_export
 
@@ -104,7 +103,7 @@ def _write(results: Results, kind: str, output: Path | None, status: str | None,
         chosen = asked_fields(results.records(status), results.columns) if kind == "csv" else ()
     with ExitStack() as files:
         if output is not None:  # not for standard output, whose reader may have closed the pipe
-            files.enter_context(writing_file(output))
+            files.enter_context(writing(output))
         stream = sys.stdout.buffer if output is None else files.enter_context(replacing(output))
         if kind == "npy":
             write_embeddings(results, stream)

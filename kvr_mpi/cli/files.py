@@ -1,9 +1,7 @@
-"""Files that commands read and write."""
+"""Files that come with kvr-mpi."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,22 +24,3 @@ def find_shipped(folder: str, name: str) -> Path:
     raise ConfigError(
         f"{folder}/{name} was not installed with kvr-mpi (searched: {', '.join(map(str, places))}); reinstall kvr-mpi"
     )
-
-
-@contextmanager
-def writing_file(path: Path | str) -> Iterator[None]:
-    """Convert system errors while a file is written to an `OutputError`.
-
-    Parameters
-    ----------
-    path : Path or str
-        The file, for errors that do not name one.
-    """
-    from kvr_mpi.errors import OutputError, UnavailableError
-
-    try:
-        yield
-    except UnavailableError:  # of a file that is read meanwhile
-        raise
-    except OSError as error:
-        raise OutputError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error

@@ -13,7 +13,6 @@ from typing import Any
 
 import click
 
-from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command
 
 ASK = "Summarize this document in one paragraph. Keep names, dates and numbers."
@@ -103,6 +102,7 @@ def init(
     kvr init first checks the corpus and the model, as kvr-run does. It never overwrites a file.
     """  # noqa: D301
     from kvr_mpi.cli.environment import is_offline
+    from kvr_mpi.disk import writing
     from kvr_mpi.documents import describe_others, read_corpus
     from kvr_mpi.errors import OutputError, counted, listed
     from kvr_mpi.job import break_lines
@@ -137,7 +137,7 @@ def init(
         text, _ = _write(
             job, wanted, {**marks, **_allow_failures(len(errors), len(documents), whole=len(documents) < SAMPLED)}
         )
-    with writing_file(job), job.open("x", encoding="utf-8") as stream:
+    with writing(job), job.open("x", encoding="utf-8") as stream:
         stream.write(text)
     if is_small:
         click.echo("warning: small models make many mistakes; docs/planning.md lists larger models by memory")

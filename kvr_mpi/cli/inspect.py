@@ -59,7 +59,7 @@ def _show_run(path: Path, as_json: bool) -> None:
         click.echo(json.dumps({**about, **counts, "documents": results.ids()}))
         return
     rows = list(rows_of(results))
-    ends = Counter(record.finish_reason for record in results.records("done") if record.new_tokens)
+    ends = Counter(record.ended_early for record in results.records("done"))
     cut, repeated = ends["length"], ends["repetition"]
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from kvr_mpi.cli.files import writing_file
 from kvr_mpi.cli.options import command, output_file_option
 
 
@@ -22,7 +21,7 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
     The page is one HTML file that needs no network. It shows failures, all answers, times and slices, and with
     output.trace = true also a timeline of the ranks.
     """
-    from kvr_mpi.disk import replacing
+    from kvr_mpi.disk import replacing, writing
     from kvr_mpi.report.page import page_of
     from kvr_mpi.report.style import bytes_text
     from kvr_mpi.store.parts import is_run
@@ -31,7 +30,7 @@ def report(path: Path, output: Path | None, overwrite: bool) -> None:
     target = output or (path if path.is_dir() else path.parent) / "report.html"
     is_own = output is None and target.parent.is_dir() and is_run(target.parent)
     check_file(target, overwrite=overwrite or is_own, reads=[path])
-    with writing_file(target):
+    with writing(target):
         page, skipped = page_of(path)
         for line in skipped:
             click.echo(f"warning: omitted: {line}", err=True)

@@ -114,12 +114,12 @@ def search(
 
 def _target(output: Path, key: TableKey, overwrite: bool) -> Path:
     """Return the file to write, after checking that it can be written."""
-    from kvr_mpi.cli.files import writing_file
+    from kvr_mpi.disk import writing
     from kvr_mpi.store.targets import check_file
     from kvr_mpi.tuning.table import table_file
 
     path = output if output.suffix == ".json" else output / table_file(key)
-    with writing_file(path.parent):
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     check_file(path, overwrite=overwrite)
     return path
@@ -139,9 +139,8 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     import statistics
 
     from kvr_mpi.cli.environment import is_offline, read_environment
-    from kvr_mpi.cli.files import writing_file
     from kvr_mpi.cli.log_lines import show_log
-    from kvr_mpi.disk import replacing
+    from kvr_mpi.disk import replacing, writing
     from kvr_mpi.job import load_job
     from kvr_mpi.logs import RankLogger
     from kvr_mpi.runtime.checks import check_job
@@ -156,7 +155,7 @@ def _measure_heads(job: Path, settings: tuple[str, ...], output: Path, overwrite
     found, left_out = sample_heads(spec, read_environment(), spec.documents.limit or SAMPLED, RankLogger())
     for name, reason in left_out:
         click.echo(f"skipped: {name}: {reason}", err=True)
-    with writing_file(output), replacing(output) as stream:
+    with writing(output), replacing(output) as stream:
         stream.write((json.dumps(found) + "\n").encode())
     layers = found["counts"]
     heads = [count for layer in layers for count in layer]

@@ -23,6 +23,7 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 # Longest match that is looked for, and longest draft.
 LONGEST_MATCH, LONGEST_DRAFT = 8, 15
+BACK = np.arange(1, LONGEST_MATCH)
 # Most rows of a step with drafts.
 MOST_ROWS = 128
 # A draft's token is not considered if it is chosen less often than this.
@@ -44,15 +45,14 @@ def find_draft(ids: Integers, most: int) -> tuple[int, list[int]]:
     last = len(ids) - 1
     if most < 1 or last < 1:
         return 0, []
-    found, matched = np.flatnonzero(ids[:last] == ids[last]), 0
-    while len(found):
-        end, matched = int(found[-1]), matched + 1
-        if matched == LONGEST_MATCH:
-            break
-        found = found[np.searchsorted(found, matched) :]
-        found = found[ids[found - matched] == ids[last - matched]]
-    if not matched:
+    found = np.flatnonzero(ids[:last] == ids[last])
+    if not len(found):
         return 0, []
+    back = BACK[:last]
+    before = found[:, None] - back
+    same = np.logical_and.accumulate((before >= 0) & (ids[before] == ids[last - back]), axis=1).sum(axis=1)
+    at = len(found) - 1 - int(same[::-1].argmax())
+    matched, end = 1 + int(same[at]), int(found[at])
     after = ids[end + 1 : end + 1 + most]
     return matched, (after if len(after) == most else np.resize(after, most)).tolist()
 

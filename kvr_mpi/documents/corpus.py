@@ -38,7 +38,6 @@ from kvr_mpi.documents.index import (
     FileSpan,
     Index,
     Strings,
-    check_not_empty,
     cut_spans,
     describe_cut,
     index_spans,
@@ -50,7 +49,7 @@ from kvr_mpi.documents.index import (
 )
 from kvr_mpi.documents.questions import answer_id
 from kvr_mpi.documents.rows import DEFAULT_ROWS, RowFormat
-from kvr_mpi.errors import NOT_NOW, UnavailableError
+from kvr_mpi.errors import NOT_NOW, CorpusError, UnavailableError
 from kvr_mpi.plain import from_plain
 
 # The first prompt about a document is this many times the work of a later one, which reuses the prefilled text.
@@ -321,27 +320,12 @@ def scan_corpus(
     Raises `CorpusError` if a path matches nothing, a file has an unknown format, or there are no documents;
     `UnavailableError` if a folder cannot be listed now.
     """
-    paths = list(paths)
-    corpus = _scan(paths, rows, limit, prompts, part, recorded)
-    if part.parts == 1:
-        check_not_empty(corpus.index, paths)
-    return corpus
-
-
-def _scan(
-    paths: Sequence[str],
-    rows: RowFormat,
-    limit: int | None,
-    prompts: Sequence[str] = (),
-    part: CorpusPart = CorpusPart(),  # noqa: B008
-    recorded: npt.NDArray[np.uint64] = NONE_RECORDED,
-) -> Corpus:
-    files = list_files(paths)
+    files = list_files(paths := list(paths))
     rows = with_model(files, rows)
     every = CorpusPart() if limit is not None else part
     spans = [FileSpan(number) for number in range(len(files))] if limit is not None else cut_spans(files, every)
     found = index_spans(files, spans, rows, recorded=recorded, limit=limit)
-    return make_corpus(files, [found], rows, prompts=prompts, part=part, limit=limit)
+    return make_corpus(files, [found], rows, paths=paths, prompts=prompts, part=part, limit=limit)
 
 
 def make_corpus(
@@ -349,20 +333,21 @@ def make_corpus(
     parts: Iterable[Any],
     rows: RowFormat,
     *,
+    paths: Sequence[str] = (),
     prompts: Sequence[str] = (),
     part: CorpusPart = CorpusPart(),  # noqa: B008
     limit: int | None = None,
 ) -> Corpus:
-    """Join what all ranks have indexed; with a limit on documents, the part is taken of those."""
+    """Join what all ranks have indexed; with a limit on documents, the part is taken of those.
+
+    Raises `CorpusError`, which names the `paths`, if there are no documents; a part may have none.
+    """
     index = join(parts, files, part=part if limit is None else CorpusPart(), is_batch=rows.kind == "openai-batch")
-    if limit is not None:
-        index = take_part(index, part)
+    if limit is not None and part.parts > 1:
+        index = take(index, np.arange(part.number, len(index), part.parts))
+    if not len(index) and part.parts == 1:
+        raise CorpusError(f"documents.path {list(paths)}: the files contain no documents; expected at least one")
     return Corpus(files, index, rows, tuple(prompts), part, describe_cut(files, part, limit))
-
-
-def take_part(index: Index, part: CorpusPart) -> Index:
-    """Return every n-th document."""
-    return index if part.parts == 1 else take(index, np.arange(part.number, len(index), part.parts))
 
 
 def with_model(files: CorpusFiles, rows: RowFormat) -> RowFormat:
@@ -382,5 +367,5 @@ def read_corpus(
     paths: Iterable[str], *, rows: RowFormat = DEFAULT_ROWS, limit: int | None = None
 ) -> Iterator[Document]:
     """Yield the documents of a corpus; parameters as for `scan_corpus`; invalid documents have an error."""
-    corpus = _scan(list(paths), rows, limit)
+    corpus = scan_corpus(paths, rows=rows, limit=limit)
     yield from map(corpus.read, range(len(corpus)))

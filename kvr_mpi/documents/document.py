@@ -8,10 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-# Settings of [generation] that earlier versions did not have: at their defaults, they change no hash, so that runs of
-# those versions can be resumed.
-NEWER = {"frequency_penalty", "presence_penalty", "stop_repetition"}
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -101,9 +97,8 @@ class Document:
         if more == ({}, {}, (), False, AS_THE_JOB, {}):
             return hashlib.sha256(self.text.encode()).hexdigest()
         said = [[message.role, message.content] for message in self.messages]
-        own = {name: value for name, value in asdict(self.generation).items() if name not in NEWER or value is not None}
-        whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, own]
-        whole += [dict(self.template_args)] if self.template_args else []
+        whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, asdict(self.generation)]
+        whole += [dict(self.template_args)]
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 

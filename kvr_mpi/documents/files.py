@@ -254,7 +254,7 @@ def _is_binary(data: bytes) -> bool:
 def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str:
     """Read a whole text file, without its byte order mark, with line feeds for the line ends of Windows.
 
-    Files with a mark of UTF-16 are read as that.
+    Files with a mark of UTF-8 or UTF-16 are read as that, whatever the encoding of other files.
 
     Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which most encodings would accept as text.
     """
@@ -264,8 +264,10 @@ def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str
         raise OSError(
             errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB, the maximum for one document; split it"
         )
-    if encoding == UTF_8:
-        encoding = UTF_16.get(data[:2], "utf-8-sig") if len(data) > 2 else "utf-8-sig"
+    if not encoding.startswith("utf-32"):
+        encoding = UTF_16.get(data[:2], encoding) if len(data) > 2 else encoding
+    if data.startswith(codecs.BOM_UTF8) and not encoding.startswith(("utf-16", "utf-32")):
+        encoding = UTF_8
     if not encoding.startswith(("utf-16", "utf-32")) and _is_binary(data):
         raise UnicodeDecodeError(encoding, data, 0, 1, "binary")
     return data.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n")

@@ -38,9 +38,9 @@ from kvr_mpi.documents.files import (
 from kvr_mpi.documents.formats import FileFormat, format_of, plain_name, size_and_time
 from kvr_mpi.documents.paths import find_files
 from kvr_mpi.documents.rows import RowFormat
-from kvr_mpi.errors import CorpusError, UnavailableError
+from kvr_mpi.errors import UnavailableError
 
-DIGEST_BYTES = 16  # of a SHA-256 that are kept in memory to compare documents
+DIGEST_BYTES = 8  # of a SHA-256 that are kept in memory to compare a document with its own record
 UNKNOWN_ROW = -1
 AT_ONCE = 1 << 16  # numbers that are objects of Python at a time
 NONE_RECORDED: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -597,9 +597,3 @@ def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
             index.errors.setdefault(number, f"duplicate id {name!r}: {what}; make ids unique")
         index.is_bad[number] = True
     index.ids = Strings.of(renamed.get(number, name) for number, name in enumerate(index.ids))
-
-
-def check_not_empty(index: Index, paths: Sequence[str]) -> None:
-    """Raise `CorpusError` if there are no documents."""
-    if not len(index):
-        raise CorpusError(f"documents.path {list(paths)}: the files contain no documents; expected at least one")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvr_mpi.documents import RowFormat
-from kvr_mpi.documents.document import NEWER
 from kvr_mpi.documents.json_schema import why_not_followed
 from kvr_mpi.documents.openai_batch import PASSED
 from kvr_mpi.documents.questions import NAME
@@ -64,15 +63,9 @@ def check_prompts(spec: JobSpec) -> None:
 def identity_of(spec: JobSpec) -> dict[str, Any]:
     """Return the settings on which answers depend, without the model's."""
     # The date counts only for dated chat templates (`whole_identity`).
-    left_out = {"date"} if spec.prompt.template_args else {"date", "template_args"}
     identity: dict[str, Any] = {
-        "prompt": spec.prompt.model_dump(exclude=left_out),
-        # Newer settings appear only if they are not the default, so that older runs can be resumed.
-        "generation": {
-            name: value
-            for name, value in spec.generation.model_dump(exclude={"lookup"}).items()  # which changes no answer
-            if name not in NEWER or value != type(spec.generation).model_fields[name].default
-        },
+        "prompt": spec.prompt.model_dump(exclude={"date"}),
+        "generation": spec.generation.model_dump(exclude={"lookup"}),  # which changes no answer
         "kv": spec.output.kv,
     }
     always = PASSED if spec.documents.format == "openai-batch" else ()

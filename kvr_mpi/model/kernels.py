@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-# Numbers of rows that are measured: decoding one, some and many documents, and prefill of a slice.
-ROWS = (1, 8, 64, 512)
+# Numbers of rows that are measured: decoding one document, a few (or a few tokens), and many, and prefill of a slice.
+ROWS = (1, 4, 64, 512)
 # From each bound on, the next of `ROWS` applies; bounds are geometric means.
 BOUNDS = tuple(round((few * many) ** 0.5) for few, many in zip(ROWS, ROWS[1:], strict=False))
 PLAIN = "plain"

@@ -11,6 +11,7 @@ import base64
 import gzip
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,7 +39,7 @@ from kvr_mpi.report.timeline import TracedRun, read_timelines
 from kvr_mpi.store.folder import has_results
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import open_results
-from kvr_mpi.store.summary import count_reasons, shorten
+from kvr_mpi.store.summary import Summary, shorten
 from kvr_mpi.store.traces import read_traces
 
 # Maximum size of a page; answers are truncated to fit.
@@ -46,8 +47,8 @@ PAGE_BYTES = 5_000_000
 # Lengths to which answers may be truncated; the first that fits is used.
 ANSWER_CHARS = (20_000, 8_000, 4_000, 2_000, 1_000, 600, 400, 250, 120, 60, 0)
 REASONS = 12
-# Finish reasons of answers that did not end by themselves.
-ENDED_EARLY = {"length": "cut off", "repetition": "stopped: repetition"}
+# How answers ended (`Record.ended_early`).
+ENDED_EARLY = {"": "", "length": "cut off", "repetition": "stopped: repetition"}
 PROMPT_CHARS = 600
 SHADES = 8
 
@@ -90,7 +91,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
         answering_s, left = results.cost.answering_s, results.left
         question = _question_of(results.header.identity)
         if results.costs:
-            told = results.cost.describe(sum(record.status == "done" for record in records))
+            told = results.cost.describe(results.summary().done)
             cost = "; ".join(filter(None, (told, results.cost.describe_outcome())))
         model = f"{about['name']} ({about['architecture']}, {about['dtype']})"
         software = ", ".join(f"{name} {version}" for name, version in versions.items() if name in ("kvr_mpi", "torch"))
@@ -101,7 +102,7 @@ def page_of(path: Path) -> tuple[bytes, list[str]]:
 
 def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> bytes:
     """Make the report from the records of all documents."""
-    timelines = draw_timelines(run)
+    timelines, summary = draw_timelines(run), _summary(records)
     charts: list[tuple[str, str, Chart | str]] = [
         *(
             ("timeline", "Timeline of a prompt", one)
@@ -127,9 +128,9 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
         f"page written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p>",
         f'<p class="about">Cost: {escaped(facts.cost)}</p>' * bool(facts.cost),
         f'<p class="about">Prompt: <q>{escaped(facts.question)}</q></p>' * bool(facts.question),
-        _tiles(facts, records),
+        _tiles(facts, summary, records),
         f'<section class="warn">{"".join(f"<p>{escaped(line)}</p>" for line in warnings)}</section>' * bool(warnings),
-        _failures(records),
+        _failures(summary),
     ]
     if missing:
         told = [f"{', '.join(what)}: {why}." for why, what in missing.items()]
@@ -178,7 +179,7 @@ def _pack(records: Sequence[Record], chars: int) -> str:
         "unsupported": [-1 if (found := one.unsupported_count) is None else found for one in records],
         "marks": [[(flag["start"], flag["stop"]) for flag in one.flags if flag["stop"] < chars] for one in records],
         "question": [one.question[:chars] for one in records],
-        "ended": [ENDED_EARLY.get(one.finish_reason, "") if one.new_tokens else "" for one in records],
+        "ended": [ENDED_EARLY[one.ended_early] for one in records],
         "answer": [_cut(one.error if one.status == "error" else one.shown, chars) for one in records],
     }
     data = json.dumps(columns, separators=(",", ":"), allow_nan=False).encode()
@@ -211,14 +212,17 @@ def _section(name: str, chart: Chart) -> str:
     return f'<section id="{name}"><h2>{escaped(chart.title)}</h2>{legend}{chart.drawing}{note}</section>'
 
 
-def _tiles(facts: RunFacts, records: Sequence[Record]) -> str:
+def _summary(records: Sequence[Record]) -> Summary:
+    return Summary.of(len(records), ((one.id, shorten(one.error)) for one in records if one.status == "error"))
+
+
+def _tiles(facts: RunFacts, summary: Summary, records: Sequence[Record]) -> str:
     done = [one for one in records if one.status == "done"]
-    tiles = [(f"{len(done):,}", "documents done"), (f"{len(records) - len(done):,}", "failed")]
+    tiles = [(f"{summary.done:,}", "documents done"), (f"{summary.failed:,}", "failed")]
     if facts.left:
         tiles.append((f"{facts.left:,}", "remaining"))
-    for reason, what in ENDED_EARLY.items():
-        if count := sum(one.is_cut_off if reason == "length" else one.finish_reason == reason for one in done):
-            tiles.append((f"{count:,}", f"answers {what}"))
+    ends = Counter(one.ended_early for one in done)
+    tiles += [(f"{ends[reason]:,}", f"answers {what}") for reason, what in ENDED_EARLY.items() if what and ends[reason]]
     if done:
         tiles.append((_count(sum(one.prompt_tokens for one in done)), "prompt tokens"))
         tiles.append((_count(new := sum(one.new_tokens for one in done)), "new tokens"))
@@ -243,18 +247,16 @@ def _count(count: int) -> str:
     return f"{count / 1e6:,.1f} million" if count >= 10_000_000 else f"{count:,}"
 
 
-def _failures(records: Sequence[Record]) -> str:
-    reasons = count_reasons((one.id, shorten(one.error), 1) for one in records if one.status == "error")
-    if not reasons:
+def _failures(summary: Summary) -> str:
+    if not (reasons := summary.reasons):
         return ""
-    total = sum(reasons.values())
     rows = "".join(
         f'<tr><td class="n wnum">{count:,}</td><td>{escaped(reason)}</td></tr>'
         for reason, count in list(reasons.items())[:REASONS]
     )
     more = f'<p class="note">and {len(reasons) - REASONS} other reasons</p>' if len(reasons) > REASONS else ""
     most = next(iter(reasons.values()))
-    title = f"{counted(total, 'document')} failed" + f", {most:,} of them for the same reason" * (most > 1)
+    title = f"{counted(summary.failed, 'document')} failed" + f", {most:,} of them for the same reason" * (most > 1)
     return (
         f'<section id="failures"><h2>{title}</h2><table><thead><tr><th class="n wnum">count</th><th>reason</th></tr>'
         "</thead>"

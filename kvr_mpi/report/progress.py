@@ -186,8 +186,8 @@ def _count(totals: Totals, record: Record) -> None:
     if record.status == "done":
         totals.prompts += record.parts
         totals.answers += 1
-        totals.cut_off += record.is_cut_off
-        totals.repeated += record.finish_reason == "repetition"
+        totals.cut_off += record.ended_early == "length"
+        totals.repeated += record.ended_early == "repetition"
         totals.texts.append(record.text_tokens + record.dropped_tokens)
         totals.partly_seen += 0 < record.coverage < 1
 

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvr_mpi.errors import counted, printable
-from kvr_mpi.store.places import sorted_ids
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import Results
 from kvr_mpi.store.summary import Summary
@@ -27,7 +26,7 @@ WORDS_CHARS = 200
 
 def rows_of(results: Results) -> Iterator[Record]:
     """Read the records that fit into the table, failed ones first."""
-    names = chain(sorted_ids(results.places, "error"), sorted_ids(results.places, "done"))
+    names = chain(results.places.ordered("error"), results.places.ordered("done"))
     return results.read(islice(names, MAX_ROWS))
 
 

@@ -19,9 +19,7 @@ from kvr_mpi.store.log import Header
 from kvr_mpi.store.parts import common_header, find_runs
 
 # Settings that determine a stored prompt up to the end of its document's text.
-MADE_BY = ("template", "system", "chat_template")
-# A run without this setting has an empty one.
-MAYBE_MADE_BY = ("template_args",)
+MADE_BY = ("template", "system", "chat_template", "template_args")
 
 
 def complete_questions(spec: JobSpec) -> JobSpec:
@@ -48,8 +46,7 @@ def complete_questions(spec: JobSpec) -> JobSpec:
         )
     try:
         stored = header.identity["prompt"]
-        made = {key: stored[key] for key in MADE_BY} | {key: stored[key] for key in MAYBE_MADE_BY if key in stored}
-        made["date"] = header.identity.get("date")
+        made = {key: stored[key] for key in MADE_BY} | {"date": header.identity.get("date")}
         own = {"max_tokens": spec.prompt.max_tokens, "min_coverage": spec.prompt.min_coverage}
         prompt = PromptSection.model_validate(made | own)
     except (ValidationError, KeyError, TypeError) as error:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvr_mpi.disk import remove_rank_files, replacing
+from kvr_mpi.disk import OTHER_FOLDER, remove_rank_files, replacing, writing
 from kvr_mpi.documents import Corpus
 from kvr_mpi.errors import (
     EXIT_BAD_DATA,
@@ -29,7 +29,6 @@ from kvr_mpi.errors import (
     EXIT_STOPPED,
     NOT_NOW,
     OutputError,
-    UnavailableError,
     WriteError,
     counted,
 )
@@ -64,10 +63,9 @@ from kvr_mpi.runtime.work_queue import FIRST_LIST, Slot, WorkQueue
 from kvr_mpi.runtime.worker import ChainWorker
 from kvr_mpi.store.batch_responses import write_responses
 from kvr_mpi.store.cost import Cost
-from kvr_mpi.store.folder import make_writable, survey, writing
+from kvr_mpi.store.folder import make_writable, survey
 from kvr_mpi.store.lock import Lock
 from kvr_mpi.store.log import Header, software
-from kvr_mpi.store.places import sorted_ids
 from kvr_mpi.store.results import Results, open_results
 from kvr_mpi.store.rewrite import finish_run
 from kvr_mpi.store.run import Opened, check_identity, last_header, open_run
@@ -297,7 +295,7 @@ def _conclude(
         logger.end(EXIT_STOPPED, f"{counted(left, _noun(spec))} left: {stop.reason}")
         return EXIT_STOPPED
     lock.check(anew=True)  # merging replaces files: the folder must still be this job's
-    with writing(folder):
+    with writing(f"output.path {str(folder)!r}", OTHER_FOLDER):
         result = finish_run(folder, lambda: stop.heard or stop.is_over, logger)
         results = Results.of(survey(folder))  # a share may have no documents
     lock.release()
@@ -312,7 +310,7 @@ def _conclude(
     if options.table:
         print_summary(summary, rows_of(results), result)
     documents, allowed = summary.done + summary.failed, spec.output.failures_allowed(summary.done + summary.failed)
-    unread = sum(results.places[name].is_transient for name in sorted_ids(results.places, "error"))
+    unread = sum(results.places[name].is_transient for name in results.places.ordered("error"))
     code = EXIT_BAD_DATA if summary.failed > allowed or unread else EXIT_OK
     meaning = f"done; {counted(documents, _noun(spec))} answered"
     if summary.failed:
@@ -328,16 +326,9 @@ def _conclude(
 def write_batch(folder: Path, logger: RankLogger) -> None:
     """Write the responses to all requests in OpenAI's format, next to the results; raise `WriteError` if that fails."""
     file, results = folder / RESPONSES, open_results(folder, verify=False, partial=True)
-    try:
-        with replacing(file) as stream:
-            write_responses(results.records(), stream, str(results.header.model["name"]))
-    except UnavailableError:
-        raise
-    except OSError as error:
-        raise WriteError(
-            f"{file} cannot be written: {error.strerror or error}; all answers are stored: --resume writes it again, "
-            f"and kvr export writes it elsewhere"
-        ) from error
+    remedy = "all answers are stored: --resume writes it again, and kvr export writes it elsewhere"
+    with writing(file, remedy, WriteError), replacing(file) as stream:
+        write_responses(results.records(), stream, str(results.header.model["name"]))
     logger.info(f"responses: {file}")
 
 

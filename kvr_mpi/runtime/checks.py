@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvr_mpi.disk import OTHER_FOLDER
+from kvr_mpi.disk import OTHER_FOLDER, writing
 from kvr_mpi.documents import check_lines, find_files, first_rows, is_table, other_files
 from kvr_mpi.documents.formats import is_remote
 from kvr_mpi.documents.templates import check_system, parse_template
@@ -33,7 +33,7 @@ from kvr_mpi.model.gguf_convert import check_architecture
 from kvr_mpi.model.metadata import Metadata
 from kvr_mpi.model.source import must_be_cached
 from kvr_mpi.model.tensor_parallel import why_not_divided
-from kvr_mpi.store.folder import check_is_folder, try_writing, writing
+from kvr_mpi.store.folder import check_is_folder, try_writing
 from kvr_mpi.store.targets import check_output_folder
 from kvr_mpi.topology import Topology, divides
 from kvr_mpi.tuning.lookup import find_tables
@@ -289,7 +289,7 @@ def _check_apart(spec: JobSpec, path: str, files: Sequence[Path]) -> None:
 def _check_output(spec: JobSpec) -> None:
     """Refuse a folder that cannot be created or written."""
     folder, reads = Path(spec.output.path), spec.documents.path if spec.questions is not None else []
-    with writing(folder):
+    with writing(f"output.path {str(folder)!r}", OTHER_FOLDER):
         check_output_folder(folder, map(Path, [*reads, *filter(None, [spec.documents.reuse])]))
         check_is_folder(folder)
         try_writing(folder)

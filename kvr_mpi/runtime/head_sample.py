@@ -42,7 +42,7 @@ def sample_heads(
             f"{found}: a profile needs a method whose budget per head depends on the text; use --set "
             f"compress.method=ada-snapkv --set compress.budget=512"
         )
-    corpus, alone = scan_documents(spec), LocalTransport()
+    corpus, alone = scan_documents(spec, [*spec.prompts]), LocalTransport()
     session = prepare(spec, machine, JobRanks(alone, alone), alone, logger)
     compression, loaded = session.compression, session.loaded
     assert compression is not None, "the job has [compress]"

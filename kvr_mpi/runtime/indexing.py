@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +14,13 @@ from kvr_mpi.documents.index import (
     FileSpan,
     Index,
     Lines,
-    check_not_empty,
     cut_spans,
     index_spans,
     list_files,
     pack_columns,
     unpack_columns,
 )
-from kvr_mpi.errors import ConfigError, UnavailableError
+from kvr_mpi.errors import ConfigError, CorpusError, UnavailableError
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.inputs import row_format
 from kvr_mpi.logs import RankLogger
@@ -66,9 +66,8 @@ def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path,
     def finish() -> Corpus:
         # Each rank's index is kept no longer than it is needed.
         indexes = (_from_bytes(parts.pop(0)) if parts else found.pop() for _ in range(world.size))
-        corpus = make_corpus(files, indexes, empty.rows, prompts=empty.prompts, part=empty.part, limit=limit)
-        if corpus.part.parts == 1:
-            check_not_empty(corpus.index, spec.documents.path)
+        about: dict[str, Any] = {"prompts": empty.prompts, "part": empty.part, "limit": limit}
+        corpus = make_corpus(files, indexes, empty.rows, paths=spec.documents.path, **about)
         if limit is not None:
             _check_counted(corpus)
         return corpus
@@ -76,14 +75,15 @@ def index_job(spec: JobSpec, world: Transport, logger: RankLogger, folder: Path,
     return _share(world, on_root(world, finish))
 
 
-def scan_documents(spec: JobSpec) -> Corpus:
-    """Index a job's documents on one rank; raises `CorpusError` if there are none."""
+def scan_documents(spec: JobSpec, prompts: Sequence[str] = ()) -> Corpus:
+    """Index a job's part of the corpus on one rank; raises `CorpusError` if it has no documents."""
     wanted = spec.documents
     if spec.questions is not None:
         raise ConfigError("a job with [questions] uses the documents of a run and cannot be planned")
-    return scan_corpus(
-        wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=list(spec.prompts), part=wanted.part
-    )
+    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, prompts=prompts, part=wanted.part)
+    if not len(corpus):
+        raise CorpusError(f"documents.path {wanted.path}: there are no documents in the share {wanted.shard}")
+    return corpus
 
 
 def open_documents(session: Session, corpus: Corpus) -> DocumentSource:

@@ -14,14 +14,14 @@ import torch
 
 from kvr_mpi.compress.compression import open_compression
 from kvr_mpi.costs.workload import workload_of
-from kvr_mpi.documents import Corpus, scan_corpus
+from kvr_mpi.documents import Corpus
 from kvr_mpi.documents.index import part_numbers
 from kvr_mpi.documents.templates import check_system
 from kvr_mpi.documents.token_counts import count_corpus
-from kvr_mpi.errors import ConfigError, CorpusError, ModelError, counted
+from kvr_mpi.errors import ConfigError, ModelError, counted
 from kvr_mpi.job import JobSpec
 from kvr_mpi.job.combinations import PROMPTS, why_no_effect
-from kvr_mpi.job.inputs import parse_templates, row_format
+from kvr_mpi.job.inputs import parse_templates
 from kvr_mpi.kv.rolling import check_rolling, rolling_of
 from kvr_mpi.model import LoadedModel, load_outline
 from kvr_mpi.model.adapter import adapter_tokenizer, with_adapter
@@ -29,6 +29,7 @@ from kvr_mpi.model.load import placement
 from kvr_mpi.model.shape import logits_width
 from kvr_mpi.prefill.memory_budget import footprint_of
 from kvr_mpi.runtime.checks import check_tensor_parallel, find_others, lay_out
+from kvr_mpi.runtime.indexing import scan_documents
 from kvr_mpi.runtime.session import Machine, whole_identity
 from kvr_mpi.runtime.stored_size import stored_bytes, stored_text
 from kvr_mpi.schedule.assignment import plan_documents, prompt_tokens, two_parts, written_seconds
@@ -176,7 +177,7 @@ def plan_job(spec: JobSpec, machine: Machine, ranks: int, hardware: str | None) 
         history = find_history(machine.cache_dir, outline.fingerprint, dtype, groups)
     forecast = forecast_of(spec, outline, frame, groups, hardware, history)
     forecast = replace(forecast, more=more, apart=len(others) - len(alike))
-    corpus = _scan(spec)
+    corpus = scan_documents(spec)
     found = count_corpus(outline.tokenizer, map(corpus.read, range(len(corpus))))
     schedule = plan_documents(spec, found.texts, groups, forecast)
     too_long = {
@@ -207,12 +208,3 @@ def plan_shares(made: PlannedJob, count: int) -> list[PlannedJob]:
         replace(made, texts=texts, schedule=plan_documents(made.spec, texts, ranks, made.forecast))
         for texts in filter(None, shares)
     ]
-
-
-def _scan(spec: JobSpec) -> Corpus:
-    """Index this job's documents."""
-    wanted = spec.documents
-    corpus = scan_corpus(wanted.path, rows=row_format(spec), limit=wanted.limit, part=wanted.part)
-    if not len(corpus):
-        raise CorpusError(f"documents.path {wanted.path}: there are no documents in the share {wanted.shard}")
-    return corpus

@@ -21,6 +21,7 @@ from kvr_mpi.plain import from_plain
 from kvr_mpi.runtime.asking import check_made_by
 from kvr_mpi.runtime.session import Session
 from kvr_mpi.store.kv import BLOCK_TOKENS
+from kvr_mpi.store.kv_reader import read_prompt
 from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.results import read_results
 from kvr_mpi.transport import on_root, share_json, together
@@ -66,8 +67,7 @@ def scan_beginnings(path: str) -> StoredBeginnings:
         if not results.places[name].pieces:
             continue
         try:
-            with results.open(name) as (_, kv):
-                whose = kv.tokens
+            whose = read_prompt(results.places[name].pieces)
         except DataError:
             continue  # not used; `kvr inspect` explains the error
         if whose is None:

@@ -22,8 +22,9 @@ from kvr_mpi.report.style import bytes_text
 from kvr_mpi.runtime.requests import Split
 from kvr_mpi.runtime.session import Session
 from kvr_mpi.store.kv import CachedTokens
+from kvr_mpi.store.kv_reader import read_prompt
 from kvr_mpi.store.parts import tell_missing
-from kvr_mpi.store.prefix import StoredPrefix, open_prompt
+from kvr_mpi.store.prefix import StoredPrefix, check_files
 from kvr_mpi.store.record import Record
 from kvr_mpi.store.results import Results, read_results
 
@@ -153,8 +154,9 @@ class StoredSource:
             self._open, record = None, results[document_id]
             if contents_of_stored(record) != asked.sha256:
                 raise DocumentError(f"{document_id}: its stored keys and values have changed since the job began")
-            kv, tokens = open_prompt(document_id, pieces)
-            kv.close()
+            check_files(pieces)
+            if (tokens := read_prompt(pieces)) is None:
+                raise DocumentError(f"{document_id}: its stored keys and values do not record their tokens")
             prefix = StoredPrefix(document_id, pieces, tokens.text[1], tokens.compression)
             if self._recomputes and tokens.compression:
                 raise DocumentError(
@@ -184,26 +186,25 @@ def _look(index: Results, name: str, spec: JobSpec) -> StoredDocument:
         return StoredDocument(name, error=f"{NOT_NOW}{name}: {why}; prefill it again")
     place = index.places[name]
     try:
-        with index.open(name) as (record, kv):
-            size = place.kv_bytes
+        record, tokens = index[name], read_prompt(place.pieces)
     except DataError as error:
         return StoredDocument(name, error=f"{NOT_NOW}{error}")
     sha256 = contents_of_stored(record)
-    if not kv.layers:
+    if not place.pieces:
         why = "no keys and values are stored for it; prefill it with output.kv = true"
     elif record.parts > 1:
         why = (
             f"its text was too long and was split into {record.parts - 1} parts, so only the keys and values of the "
             f"combined answers are stored"
         )
-    elif kv.tokens is None:
+    elif tokens is None:
         why = "its stored keys and values have no token ids, or not all tokens; prefill it again"
-    elif kv.compression and spec.is_sharded:
-        why = f"it is compressed ({kv.compression}), which needs one rank; leave parallel.ranks_per_chain out"
-    if why is not None or kv.tokens is None:
+    elif tokens.compression and spec.is_sharded:
+        why = f"it is compressed ({tokens.compression}), which needs one rank; leave parallel.ranks_per_chain out"
+    if why is not None or tokens is None:
         text = f"{name} cannot be asked about: {why}"
         return StoredDocument(name, sha256=sha256, error=text, is_askable=False)  # answers from before stay
-    return StoredDocument(name, kv.tokens.text[1], size, sha256, None, kv.compression)
+    return StoredDocument(name, tokens.text[1], place.kv_bytes, sha256, None, tokens.compression)
 
 
 def _corpus(documents: Sequence[StoredDocument], ask: Mapping[str, str]) -> Corpus:

@@ -10,7 +10,6 @@ import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from kvr_mpi.disk import (
     read_error,
     retried,
     stat_of,
+    writing,
 )
-from kvr_mpi.errors import DataError, ForeignError, KvrError, OutputError, UnavailableError
+from kvr_mpi.errors import DataError, ForeignError, KvrError, OutputError
 from kvr_mpi.plain import read_plain
 from kvr_mpi.store.cost import COST, Cost
 from kvr_mpi.store.kv import Piece
@@ -179,20 +179,21 @@ def take_lines(found: Survey, source: Path, *, reads_all: bool = False) -> Itera
             if not is_sealed(line):
                 raise DataError(f"line {number + 1} is damaged (checksum)")
             if number == 0:
-                found.headers[source] = read_header(from_json(line))
+                found.headers[source] = read_header(from_json(line), source)
                 continue
             if line.startswith(RECORD_START):
                 head = read_head(line)
-                sha256 = head.document_sha256
-                if reads_all or sha256 is None:
-                    sha256 = read_record(line, f"line {number + 1}").document_sha256
-                is_done = head.status == "done"
+                if reads_all:
+                    read_record(line, f"line {number + 1}")
+                is_done, digest = head.status == "done", short_digest(head.document_sha256)
                 reason, finished_s = "" if is_done else shorten(head.error), seconds_of(head.finished_at)
-                place = Place(source, at, len(line), is_done, reason, finished_s, short_digest(sha256), head.pieces)
+                place = Place(source, at, len(line), is_done, reason, finished_s, digest, head.pieces)
                 found.records.add(head.id, place)
             else:
                 _take_in(found, source, from_json(line))
             yield line
+        except ForeignError:
+            raise
         except (DataError, ValueError, AttributeError) as error:
             damaged += 1
             found.damaged.setdefault(source.name, str(error))
@@ -232,7 +233,7 @@ def read_run_header(path: Path) -> Header | None:
     for source in reversed(_sources(path, names_in(path) if is_folder(path) else ())):
         try:
             for _, line in lines_of(source):
-                return read_header(unseal(line) or {})
+                return read_header(unseal(line) or {}, source)
         except ValueError as error:
             broken = broken or DataError(f"{source}: its first line is damaged: {error}")
         except (DataError, OSError) as error:
@@ -246,7 +247,7 @@ def read_run_header(path: Path) -> Header | None:
 
 def make_writable(folder: Path) -> None:
     """Create the folder if it is missing; raise `OutputError` if files cannot be created in it."""
-    with writing(folder):
+    with writing(f"output.path {str(folder)!r}", OTHER_FOLDER):
         retried(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         try_writing(folder)
 
@@ -259,18 +260,6 @@ def try_writing(folder: Path) -> None:
     probe = there / f".probe-{secrets.token_hex(8)}"
     os.close(create(probe))
     probe.unlink()
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` into an `OutputError` that names the setting."""
-    try:
-        yield
-    except UnavailableError:
-        raise
-    except OSError as error:  # such as a name that is too long, or a folder without permission
-        why = error.strerror or error
-        raise OutputError(f"output.path {str(folder)!r} cannot be written: {why}; {OTHER_FOLDER}") from error
 
 
 def check_is_folder(folder: Path) -> None:

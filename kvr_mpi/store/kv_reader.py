@@ -188,6 +188,22 @@ class KVReader:
         return rows if rows[0][0].kept is None else [[one] for one in rows[0]]
 
 
+def read_prompt(pieces: Sequence[Piece]) -> CachedTokens | None:
+    """Read the tokens of a document, without its keys and values; None if they are not recorded.
+
+    `KVReader` verifies them later, which takes ten times as long. Raises `DataError`.
+    """
+
+    def read() -> CachedTokens | None:
+        prompts = []
+        for piece in pieces:
+            with open_volume(Path(piece.path)) as file:
+                prompts.append(_read_ids(group_in(group_in(file, KV), key_of(piece.id))))
+        return max(filter(None, prompts), key=lambda one: len(one.ids), default=None)
+
+    return read_whole(read, Path(pieces[0].path if pieces else "."))
+
+
 def check_pieces(path: Path, pieces: Iterable[Piece]) -> dict[Piece, str]:
     """Verify all checksums of pieces in a volume; return the damaged ones, with the damage.
 
@@ -277,29 +293,37 @@ def read_kept(layer: h5py.Group, shape: tuple[int, ...]) -> Kept | None:
 
 def _read_tokens(kv: h5py.Group, layers: _Layers) -> CachedTokens | None:
     """Read the tokens that the keys and values belong to, and which heads keep them."""
-    place, names = where(kv), attribute_names(kv)
+    place, tokens = where(kv), _read_ids(kv)
     kept = {number: layer.kept for number, layer in layers.items() if layer.kept is not None}
-    compression = read_attribute(kv, "compression", str) if "compression" in names else ""
     longest = max((layer.tokens for layer in layers.values() if layer.kept is None), default=0)
     longest = max([longest, *(1 + int(own[-1]) for heads in kept.values() for own in heads)])
-    tokens = None
-    if "token_ids" in kv:
-        ids = dataset_in(kv, "token_ids", "i", (1,))
-        text = read_attribute(kv, "text_start", int), read_attribute(kv, "text_stop", int)
-        first = read_attribute(kv, "first_token", int) if "first_token" in names else 0
-        if not 0 <= first <= ids.shape[0] <= first + longest or not 0 <= text[0] <= text[1] <= ids.shape[0]:
-            raise DataError(
-                f"{place} has {ids.shape[0]} tokens, text from {text[0]} to {text[1]}, {longest} keys from {first} on"
-            )
-        tokens = CachedTokens(tuple(ids[()].tolist()), text, first, compression, kept, _read_heads(kv, layers))
-    elif names & {*HEADS}:
-        raise DataError(f"{place} has some of the KV heads, but does not record the tokens")
+    compression = "" if tokens is None else tokens.compression
+    if tokens is not None:
+        if not tokens.first <= len(tokens.ids) <= tokens.first + longest:
+            raise DataError(f"{place} has {len(tokens.ids)} tokens, and {longest} keys from {tokens.first} on")
+        tokens = replace(tokens, kept=kept, heads=_read_heads(kv, layers))
+    elif attribute_names(kv) & {*HEADS, "compression"}:
+        raise DataError(f"{place} has some of the KV heads or tokens, but does not record the tokens")
     if bool(compression) != bool(kept) or (kept and (tokens is None or tokens.first or longest != len(tokens.ids))):
         raise DataError(
             f"{place} says {compression or 'no compression'!r}, has {counted(len(kept), 'layer')} whose heads keep "
             f"their own tokens, up to token {longest}: these do not match"
         )
     return tokens
+
+
+def _read_ids(kv: h5py.Group) -> CachedTokens | None:
+    """Read the ids of the tokens of a piece, the bounds of the text, and how it is compressed; None without ids."""
+    if "token_ids" not in kv:
+        return None
+    names = attribute_names(kv)
+    ids = dataset_in(kv, "token_ids", "i", (1,))
+    text = read_attribute(kv, "text_start", int), read_attribute(kv, "text_stop", int)
+    first = read_attribute(kv, "first_token", int) if "first_token" in names else 0
+    if not 0 <= first <= ids.shape[0] or not 0 <= text[0] <= text[1] <= ids.shape[0]:
+        raise DataError(f"{where(kv)} has {ids.shape[0]} tokens from {first} on, text from {text[0]} to {text[1]}")
+    compression = read_attribute(kv, "compression", str) if "compression" in names else ""
+    return CachedTokens(tuple(ids[()].tolist()), text, first, compression)
 
 
 def _read_heads(kv: h5py.Group, layers: _Layers) -> KVHeads | None:

@@ -28,7 +28,8 @@ from kvr_mpi.store.kv import (
     seal_piece,
 )
 from kvr_mpi.store.kv_reader import KVReader, check_pieces
-from kvr_mpi.store.volumes import EMBEDDINGS, KV, SCHEMA, SCHEMA_VERSION, key_of
+from kvr_mpi.store.log import SCHEMA_VERSION
+from kvr_mpi.store.volumes import EMBEDDINGS, KV, SCHEMA, key_of
 
 LINES_BYTES = 4 << 20  # of lines, written at once
 EMBEDDINGS_AT_ONCE = 1024

@@ -19,7 +19,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from kvr_mpi.disk import LOCK_NAME, LOG_NAME, OTHER_FOLDER, WRONG_KIND, create, list_folder, read_regular, unavailable
+from kvr_mpi.disk import (
+    LOCK_NAME,
+    LOG_NAME,
+    OTHER_FOLDER,
+    WRONG_KIND,
+    create,
+    list_folder,
+    read_regular,
+    unavailable,
+    writing,
+)
 from kvr_mpi.errors import OutputError, UnavailableError, printable
 from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.plain import Count, UnixTime, read_plain
@@ -191,7 +201,8 @@ class Lock:
 
     def _make(self) -> int:
         path = _path(self._folder, self.number)
-        with contextlib.ExitStack() as undo:
+        named = f"output.path {str(self._folder)!r}"
+        with contextlib.ExitStack() as undo, writing(named, OTHER_FOLDER):
             try:
                 handle = self._handle = create(path)
                 undo.callback(path.unlink, missing_ok=True)
@@ -199,10 +210,6 @@ class Lock:
                 self._store()
             except FileExistsError:
                 raise OutputError(_refusal(self._folder, read_lock(self._folder))) from None
-            except OSError as error:
-                raise OutputError(
-                    f"output.path {str(self._folder)!r} cannot be written: {error.strerror or error}; {OTHER_FOLDER}"
-                ) from error
             if session_of(self._folder) != self.number:  # another job took the folder after the check
                 raise OutputError(_refusal(self._folder, read_lock(self._folder)))
             undo.pop_all()

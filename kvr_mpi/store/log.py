@@ -2,8 +2,8 @@
 
     log-SESSION-RANK.jsonl   of a rank; log-SESSION.jsonl of a command, or of
                              a job before its ranks begin
-      {"line": "header", "identity": ..., "model": ..., "software": ...}
-                             the first: what the answers depend on; name,
+      {"line": "header", "schema_version": 6, "identity": ..., "model": ...,
+       "software": ...}      the first: what the answers depend on; name,
                              architecture and dtype of the model; versions
       {"id": ..., "status": ..., ..., "pieces": [...]}
                              a record: its fields (see ``record``), and ids of
@@ -46,11 +46,13 @@ from pydantic_core import from_json
 
 from kvr_mpi import __version__
 from kvr_mpi.disk import create, sync, write_all
+from kvr_mpi.errors import ForeignError
 from kvr_mpi.plain import Count, read_plain
 
 SEAL = re.compile(rb', "seal": "([0-9a-f]{8})"\}')
 SEAL_BYTES = len(b', "seal": "01234567"}')
 LINE_BYTES = 1 << 28  # maximum length of a line, written or read
+SCHEMA_VERSION = 6  # of all our files; those of any other version are refused
 HEADER, VOLUME, DROPPED, PRUNED = "header", "volume", "dropped", "pruned"
 
 
@@ -70,7 +72,8 @@ class Header:
     def as_line(self) -> dict[str, Any]:
         """Return the first line of a log."""
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        return {"line": HEADER, "created": created, **asdict(self), "software": self.software or software()}
+        head = {"line": HEADER, "schema_version": SCHEMA_VERSION, "created": created}
+        return {**head, **asdict(self), "software": self.software or software()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +110,26 @@ def _version_of(package: str) -> str:
     return str(loaded.__version__) if loaded is not None else metadata.version(package)
 
 
-def read_header(values: Mapping[str, Any]) -> Header:
-    """Read the first line of a log; raises `ValueError` if it is not a header."""
+def read_header(values: Mapping[str, Any], path: Path) -> Header:
+    """Read the first line of a log; raises `ValueError` if it is not a header, `ForeignError` as `check_version`."""
+    if values.get("line") == HEADER:
+        check_version(values.get("schema_version"), path)
     header = read_plain(Header, values)
     if values.get("line") != HEADER or not all(
         isinstance(header.model.get(name), str) for name in ("name", "architecture", "dtype")
     ):
         raise ValueError("expected a header with the name, architecture and dtype of the model")
     return header
+
+
+def check_version(found: object, path: Path) -> None:
+    """Raise `ForeignError` if a file has another version of the format."""
+    if found != SCHEMA_VERSION:
+        is_newer = isinstance(found, int) and found > SCHEMA_VERSION
+        raise ForeignError(
+            f"{path} has schema version {found}; this kvr-mpi reads version {SCHEMA_VERSION} only: "
+            f"{'upgrade kvr-mpi' if is_newer else 'process its documents again, into a new output.path'}"
+        )
 
 
 def seal(value: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Where the records of a run's documents are, as columns: about 80 bytes per document.
+"""Where the records of a run's documents are, as columns: about 65 bytes per document.
 
 A done record takes precedence over an error, a later record over an earlier one.
 """
@@ -6,6 +6,7 @@ A done record takes precedence over an error, a later record over an earlier one
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -75,11 +76,14 @@ def seconds_of(finished_at: str) -> float:
 
 
 class Records:
-    """All records in a run's logs, in the order of writing."""
+    """All records in a run's logs, or those that count of several runs, in the order of writing.
+
+    sources : files with records, one after the other; firsts : number of each one's first record.
+    """
 
     def __init__(self) -> None:
-        self.sources: list[Path] = []
-        self.source, self.at, self.size, self.finished_s = array("i"), array("q"), array("i"), array("d")
+        self.sources, self.firsts = list[Path](), list[int]()
+        self.at, self.size, self.finished_s = array("q"), array("i"), array("d")
         self.is_done, self.digests, self.ids, self.ends = bytearray(), bytearray(), bytearray(), array("q")
         self.reasons: dict[int, str] = {}  # of errors
         self.needs: dict[int, tuple[str, ...]] = {}
@@ -88,17 +92,17 @@ class Records:
         self._invalidated: list[tuple[int, bool, npt.NDArray[np.uint64]]] = []
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self.at)
 
     def add(self, name: str, place: Place) -> None:
         """Append a record."""
         if not self.sources or self.sources[-1] != place.source:
             self.sources.append(place.source)
+            self.firsts.append(len(self))
         if not place.is_done:
             self.reasons[len(self)] = place.reason
         elif place.needs:
             self.needs[len(self)] = place.needs
-        self.source.append(len(self.sources) - 1)
         self.at.append(place.at)
         self.size.append(place.size)
         self.finished_s.append(place.finished_s)
@@ -124,7 +128,7 @@ class Records:
         """Return where a record is, with the locations of its keys and values."""
         digest = self.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return Place(
-            self.sources[self.source[number]],
+            self.sources[bisect_right(self.firsts, number) - 1],
             self.at[number],
             self.size[number],
             bool(self.is_done[number]),
@@ -173,10 +177,11 @@ class Records:
             return set()
         return {piece for pieces in self.validity(self.hashes())[1].values() for piece in pieces}
 
-    def choose(self, there: Mapping[str, Piece]) -> tuple[Places, dict[str, list[str]]]:
+    def choose(self, there: Mapping[str, Piece], *, first: bool = False) -> tuple[Places, dict[str, list[str]]]:
         """Choose the record that counts of each document.
 
         there : all pieces of keys and values that exist.
+        first : the first one counts, whatever its status; else, the last done one or, without any, the last error.
 
         Returns the places, and by id the pieces that are missing of documents without a complete record.
         """
@@ -185,15 +190,15 @@ class Records:
         missing = {number: [one for one in pieces if one not in there] for number, pieces in needs.items()}
         missing = {number: pieces for number, pieces in missing.items() if pieces}
         # 2: complete, 1: an error, 0: its keys and values are gone.
-        rank = np.where(np.frombuffer(self.is_done, np.bool_), np.int8(2), np.int8(1))
+        rank = np.where(np.frombuffer(self.is_done, np.bool_) | first, np.int8(2), np.int8(1))
         rank[list(missing)] = 0
         while True:
             order = np.argsort(hashes, kind="stable").astype(np.int32)
-            is_last = _are_last(hashes[order])
-            if not (is_valid.all() and is_last.all()):
-                order = np.flatnonzero(is_valid).astype(np.int32)
-                order = order[np.lexsort((order, rank[order], hashes[order]))]
-                is_last = _are_last(hashes[order])
+            if not (is_valid.all() and _are_last(hashes[order]).all()):
+                order = np.flatnonzero(is_valid).astype(np.int32)[:: -1 if first else 1]
+                order = order[np.lexsort((rank[order], hashes[order]))]
+            hashes = hashes[order]
+            is_last = _are_last(hashes)
             if all(self.encoded(order[at]) == self.encoded(order[at + 1]) for at in np.flatnonzero(~is_last).tolist()):
                 break
             seed += 1  # two ids have the same hash
@@ -201,12 +206,13 @@ class Records:
         lost: dict[str, list[str]] = {}
         for number, some in missing.items():
             lost.setdefault(self.name(number), []).extend(some)
-        chosen = order if is_last.all() else order[is_last]
+        chosen, hashes = (order, hashes) if is_last.all() else (order[is_last], hashes[is_last])
         found = {self.name(number): lost[self.name(number)] for number in chosen[rank[chosen] == 0].tolist()}
-        chosen = chosen if not found else chosen[rank[chosen] > 0]
-        with_kv = chosen[np.isin(chosen, list(needs)) & (rank[chosen] == 2)].tolist()
+        if found:
+            chosen, hashes = chosen[rank[chosen] > 0], hashes[rank[chosen] > 0]
+        with_kv = chosen[np.isin(chosen, list(needs)) & (rank[chosen] == 2)].tolist() if needs else []
         pieces = {number: tuple(there[piece] for piece in needs[number]) for number in with_kv}
-        return Places(self, chosen, hashes[chosen], seed, pieces), found
+        return Places(self, chosen, hashes, seed, pieces), found
 
 
 class Places(Mapping[str, Place]):
@@ -256,6 +262,23 @@ class Places(Mapping[str, Place]):
         records = self._records
         return ((records.name(number), records.place(number, some)) for number, some in self._pieces.items())
 
+    def without(self, names: Collection[str]) -> Places:
+        """Return all places but those of some documents."""
+        numbers = [number for name in names if (number := self._find(name)) is not None]
+        kept = np.isin(self._numbers, numbers, invert=True)
+        return Places(self._records, self._numbers[kept], self._hashes[kept], self._seed, self._pieces)
+
+    def superseded(self) -> Iterator[tuple[str, Place]]:
+        """Yield the ids and places of the records that do not count, since a document has others."""
+        records, numbers = self._records, np.setdiff1d(np.arange(len(self._records)), self._numbers)
+        return ((records.name(number), records.place(number)) for number in _listed(numbers))
+
+    def finished_s(self) -> npt.NDArray[np.float64]:
+        """Return the Unix times at which done documents were finished."""
+        times, is_done = np.frombuffer(self._records.finished_s), np.frombuffer(self._records.is_done, np.bool_)
+        found: npt.NDArray[np.float64] = times[self._numbers[is_done[self._numbers]]]
+        return found
+
     @property
     def record_bytes(self) -> int:
         """Size of all records."""
@@ -275,29 +298,14 @@ class Places(Mapping[str, Place]):
             found[some] = is_same & is_done[numbers] & (self._hashes[at] == hashes[some])
         return found
 
-    def ordered(self, is_done: bool | None = None) -> Iterator[str]:
-        """Yield the ids in sorted order, only of done documents or of those with errors if `is_done` is given."""
+    def ordered(self, status: str | None = None) -> Iterator[str]:
+        """Yield the ids in sorted order, of all documents or of those with a status."""
+        if status is not None and status not in STATUSES:
+            raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
         numbers = self._numbers
-        if is_done is not None and len(self):
-            numbers = numbers[np.frombuffer(self._records.is_done, np.bool_)[numbers] == is_done]
+        if status is not None and len(self):
+            numbers = numbers[np.frombuffer(self._records.is_done, np.bool_)[numbers] == (status == "done")]
         return map(self._records.name, _listed(numbers[self._records.order(numbers)]))
-
-
-def sorted_ids(places: Mapping[str, Place], status: str | None = None) -> Iterator[str]:
-    """Yield the ids of all documents, or of those with a status, in sorted order."""
-    if status is not None and status not in STATUSES:
-        raise ConfigError(f"status {status!r}: expected one of {', '.join(map(repr, STATUSES))}, or None for all")
-    is_done = None if status is None else status == "done"
-    if isinstance(places, Places):
-        return places.ordered(is_done)
-    return iter(sorted(name for name, place in places.items() if is_done in (None, place.is_done)))
-
-
-def with_kv(places: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
-    """Yield the ids and places of the documents that have keys and values."""
-    if isinstance(places, Places):
-        return places.with_kv()
-    return ((name, place) for name, place in places.items() if place.pieces)
 
 
 def _are_last(ordered: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:

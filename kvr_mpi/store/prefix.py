@@ -93,16 +93,21 @@ def open_prompt(name: str, pieces: Sequence[Piece]) -> tuple[KVReader, CachedTok
 
     Raises `DataError` if files are missing, damaged, different from `pieces`, or without tokens.
     """
+    check_files(pieces)
+    kv = KVReader(name, pieces)
+    if kv.tokens is None:
+        raise DataError(f"{name}: its stored keys and values do not record their tokens")
+    return kv, kv.tokens
+
+
+def check_files(pieces: Sequence[Piece]) -> None:
+    """Raise `DataError` if a file is missing."""
     for piece in pieces:
         if not Path(piece.path).is_file():
             raise DataError(
                 f"{piece.path} existed when the job began, and is gone: the run may have been merged; start the job "
                 f"again"
             )
-    kv = KVReader(name, pieces)
-    if kv.tokens is None:
-        raise DataError(f"{name}: its stored keys and values do not record their tokens")
-    return kv, kv.tokens
 
 
 def _read_heads(name: str, kv: KVReader, layer: int, tokens: int, heads: tuple[int, int] | None) -> list[Pair]:

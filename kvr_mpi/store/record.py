@@ -161,9 +161,9 @@ class Record:
         return answer
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether the answer ended at `generation.max_new_tokens`, which may be in the middle of a sentence."""
-        return self.finish_reason == "length" and self.new_tokens > 0
+    def ended_early(self) -> str:
+        """Why an answer did not end by itself: ``length`` (`generation.max_new_tokens`) or ``repetition``; or empty."""
+        return self.finish_reason if self.new_tokens and self.finish_reason in ("length", "repetition") else ""
 
     @property
     def ranks(self) -> int:
@@ -266,14 +266,14 @@ def record_values(record: Record, pieces: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordHead:
-    """The beginning of a record's line; lines of earlier versions have the hash further on."""
+    """The beginning of a record's line."""
 
     id: str
     status: Literal["done", "error"]
     error: str
     finished_at: str
     pieces: tuple[str, ...]
-    document_sha256: str | None = None
+    document_sha256: str
 
 
 HEAD = tuple(spec.name for spec in fields(RecordHead) if spec.name in KINDS)

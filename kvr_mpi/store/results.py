@@ -17,14 +17,14 @@ from kvr_mpi.disk import VOLUME_NAME, is_folder, is_output_folder, names_in, rea
 from kvr_mpi.errors import ConfigError, DataError, MissingError, choices, counted
 from kvr_mpi.store.cost import Cost, total_cost
 from kvr_mpi.store.folder import Survey, has_results, survey
-from kvr_mpi.store.kv import KeysValues
+from kvr_mpi.store.kv import KeysValues, Piece
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.log import Header, is_sealed
 from kvr_mpi.store.parts import check_corpus, check_same_job, find_part, find_runs, tell_missing
-from kvr_mpi.store.places import Place, sorted_ids, with_kv
+from kvr_mpi.store.places import Place, Places, Records
 from kvr_mpi.store.record import COMPUTED, KINDS, Record, read_record
 from kvr_mpi.store.run import read_run_file
-from kvr_mpi.store.summary import Summary, count_reasons
+from kvr_mpi.store.summary import Summary
 from kvr_mpi.store.volumes import Source, open_source
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Results:
 
     paths: tuple[Path, ...]
     header: Header
-    places: Mapping[str, Place] = field(repr=False)
+    places: Places = field(repr=False)
     missing: tuple[str, ...] = ()
     left: int | None = None
     gone: set[str] = field(default_factory=set)
@@ -143,7 +143,7 @@ class Results:
     @property
     def kv_bytes(self) -> int:
         """Size of the keys and values of all documents."""
-        return sum(place.kv_bytes for _, place in with_kv(self.places))
+        return sum(place.kv_bytes for _, place in self.places.with_kv())
 
     @property
     def software(self) -> dict[str, str]:
@@ -166,12 +166,11 @@ class Results:
 
     def ids(self, status: str | None = None) -> list[str]:
         """Sorted ids, of all documents or of those with status ``done`` or ``error``."""
-        return list(sorted_ids(self.places, status))
+        return list(self.places.ordered(status))
 
     def summary(self) -> Summary:
         """Count the documents by status."""
-        reasons = [(name, self.places[name].reason, 1) for name in sorted_ids(self.places, "error")]
-        return Summary(len(self) - len(reasons), len(reasons), count_reasons(reasons))
+        return Summary.of(len(self), ((name, self.places[name].reason) for name in self.places.ordered("error")))
 
     def read(self, ids: Iterable[str]) -> Iterator[Record]:
         """Read the records of these documents, and verify their checksums; raises `DataError` if one is damaged."""
@@ -229,7 +228,7 @@ class Results:
         DataError
             If a record is damaged; those before it are valid.
         """
-        found = self.read(sorted_ids(self.places, status))
+        found = self.read(self.places.ordered(status))
         return found if where is None else filter(where, found)
 
     def to_pandas(self, status: str | None = None, where: Callable[[Record], bool] | None = None) -> pandas.DataFrame:
@@ -371,9 +370,10 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
     runs, shares = find_runs(paths)
     missing, several = [*shares], len(runs) > 1
     joined: Results | None = None
+    records, pieces = Records(), dict[str, Piece]()  # of all runs
     left = None
     first: dict[int, tuple[Path, str]] = {}  # number of shares to the first run with that number
-    parts = set[int]()  # the runs so far are shares of corpora of so many
+    parts = set[int]()  # the runs are shares of corpora of so many; 0: of none
     for path in runs:
         run = read_run_file(path) if is_folder(path) else None
         if several and run is not None:
@@ -391,15 +391,48 @@ def read_results(paths: Sequence[Path], *, verify: bool = False, passes_damaged:
             missing.append(f"{path} has lost keys and values of {counted(len(found.gone), 'document')}: needs --resume")
         elif several and run is not None and left:
             missing.append(f"{path} has {left} of {counted(run.documents, 'document')} left: needs --resume")
-        part = find_part(path) if several else None
-        parts.add(0 if part is None else part[1])
         if joined is None:
-            joined = replace(found, places=dict(found.places)) if several else found
+            joined = found
         else:
-            missing += _add(joined, found, are_parts=len(parts) == 1 and part is not None)
+            check_same_job(joined.paths[0], joined.header, path, found.header)
+            joined.gone.update(found.gone)
+            joined.unreadable.update(found.unreadable)
+            joined.damaged.update(found.damaged)
+            joined.costs.update(found.costs)
+        if several:
+            part = find_part(path)
+            parts.add(0 if part is None else part[1])
+            for name, place in found.places.items():
+                records.add(name, place)
+                for piece in place.pieces:
+                    pieces.setdefault(piece.id, piece)
     if joined is None:
         raise DataError(f"no results: {'; '.join(missing)}")
+    if several:
+        joined = replace(joined, places=records.choose(pieces, first=True)[0])
+        missing += _describe_twice(joined.places, are_parts=len(parts) == 1 and 0 not in parts)
     return replace(joined, paths=runs, missing=tuple(missing), left=None if several else left)
+
+
+def _describe_twice(places: Places, *, are_parts: bool) -> list[str]:
+    """Describe the documents that are in two runs.
+
+    are_parts : two documents of a corpus may have the same id: the first one counts, and the other one is missing.
+    """
+    twice: dict[tuple[Path, Path], list[str]] = {}
+    for name, place in places.superseded():
+        twice.setdefault((place.source.parent, places[name].source.parent), []).append(name)
+    if twice and not are_parts:
+        (here, there), names = next(iter(twice.items()))
+        raise DataError(
+            f"document {min(names)!r} is in {here} and in {there}, and so are {len(names) - 1} others; expected shares "
+            f"of one corpus, each document in one share only"
+        )
+    return [
+        f"{counted(len(names), 'document')} of {here} with the id of one in {there}, such as {min(names)!r}: make ids "
+        f"unique"
+        for (here, there), names in twice.items()
+    ]
 
 
 def _read_run(path: Path, *, verify: bool, passes_damaged: bool) -> Results:
@@ -450,36 +483,6 @@ def _take_some(ids: Iterator[str], size_of: Callable[[str], int]) -> list[str]:
         taken.append(name)
         total += size_of(name)
     return taken
-
-
-def _add(joined: Results, share: Results, *, are_parts: bool) -> list[str]:
-    """Add the documents of a share; no document may be in two runs.
-
-    are_parts : two documents of the corpus may have the same id: the first one counts, and the other one is missing.
-
-    Returns what is missing.
-    """
-    check_same_job(joined.paths[0], joined.header, share.paths[0], share.header)
-    twice = share.places.keys() & joined.places.keys()
-    if twice:
-        name = min(twice)
-        here, there = joined.places[name].source.parent, share.places[name].source.parent
-        if not are_parts:
-            raise DataError(
-                f"document {name!r} is in {here} and in {there}, and so are {len(twice) - 1} others; expected shares "
-                f"of one corpus, each document in one share only"
-            )
-    assert isinstance(joined.places, dict), "of several runs"
-    joined.places.update({name: place for name, place in share.places.items() if name not in twice})
-    joined.gone.update(share.gone)
-    joined.unreadable.update(share.unreadable)
-    joined.damaged.update(share.damaged)
-    joined.costs.update(share.costs)
-    if not twice:
-        return []
-    return [
-        f"{counted(len(twice), 'document')} of {there} with the id of one in {here}, such as {name!r}: make ids unique"
-    ]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -28,7 +28,7 @@ from kvr_mpi.store.kv import Piece, piece_id
 from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.kv_writer import KVWriter
 from kvr_mpi.store.log import PRUNED, VOLUME, LogWriter, is_sealed, read_header, seal
-from kvr_mpi.store.places import Place, Places, sorted_ids, with_kv
+from kvr_mpi.store.places import Place
 from kvr_mpi.store.record import read_head, record_values
 from kvr_mpi.store.results import Results, read_results
 from kvr_mpi.store.volumes import LOG, RECORDS, RESULTS, lines_of, volume_line
@@ -79,8 +79,7 @@ def _merged_bytes(folder: Path) -> tuple[float | None, bool]:
     if not (found.places or found.gone or found.unreadable):
         return None, False
     copies_kv = found.kv_bytes <= MERGE_MAX_BYTES
-    inside = (place.kv_bytes for _, place in with_kv(found.places) if copies_kv or _is_inside(place, folder / RESULTS))
-    assert isinstance(found.places, Places), "of one run"
+    inside = (place.kv_bytes for _, place in found.places.with_kv() if copies_kv or _is_inside(place, folder / RESULTS))
     return ROOM * (found.places.record_bytes + sum(inside)), copies_kv
 
 
@@ -99,7 +98,7 @@ def merge_run(folder: Path, *, copies_kv: bool = True, should_stop: Callable[[],
         )
     result = folder / RESULTS
     logs = list_logs(names_in(folder))
-    kept = {Path(piece.path).name for _, place in with_kv(found.places) for piece in place.pieces}
+    kept = {Path(piece.path).name for _, place in found.places.with_kv() for piece in place.pieces}
     if logs or (copies_kv and kept - {RESULTS}):
         kept = write_results(result, found, lambda place: copies_kv or _is_inside(place, result), should_stop)
     volumes = [name for name in names_in(folder) if VOLUME_NAME.fullmatch(final_name(name))]
@@ -192,13 +191,13 @@ def _check_records(found: Results, part: Path) -> None:
 
 def _difference(written: Path, found: Results) -> str:
     """Read a file of results again; describe how it differs from what was to be written."""
-    names = sorted_ids(found.places)
+    names = found.places.ordered()
     try:
         for number, (_, line) in enumerate(lines_of(written)):
             if not is_sealed(line):
                 return f"line {number + 1} is damaged"
             if number == 0:
-                read_header(from_json(line))
+                read_header(from_json(line), written)
             elif line.startswith(RECORD_START) and read_head(line).id != next(names, None):
                 return f"line {number + 1} is another record"
     except (DataError, ValueError) as error:
@@ -208,7 +207,7 @@ def _difference(written: Path, found: Results) -> str:
 
 def list_stored(found: Results) -> list[str]:
     """List the ids of the documents that have keys and values, the oldest first."""
-    stored = [(place.finished_s, name) for name, place in with_kv(found.places) if place.kv_bytes]
+    stored = [(place.finished_s, name) for name, place in found.places.with_kv() if place.kv_bytes]
     return [name for _, name in sorted(stored)]
 
 

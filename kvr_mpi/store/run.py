@@ -105,14 +105,14 @@ def open_run(
             places = _recover(folder, header, logger, log).locate()[0]
             if places:
                 _check_part(folder, corpus)
-            found = _compare(places, corpus, retry_failed=retry_failed)
-            for what, names in found.changes.items():
+            opened, changes = _compare(places, corpus, retry_failed=retry_failed)
+            for what, names in changes.items():
                 if names:
                     logger.info(f"{folder}: {counted(len(names), 'document')} {what} ({_some(names)})")
-            if stale := [*found.changes[CHANGED], *found.changes[REPAIRED], *found.changes[PASSING]]:
+            if stale := [*changes[CHANGED], *changes[REPAIRED], *changes[PASSING]]:
                 _drop(log, stale)
-            _write_run_file(folder, header, corpus, lock.owner.job, found.changes[GONE])
-        return Opened(found.todo, found.done, found.failed)
+            _write_run_file(folder, header, corpus, lock.owner.job, changes[GONE])
+        return opened
     except UnavailableError:
         raise
     except OSError as error:
@@ -125,15 +125,8 @@ UNREAD = "cannot be compared, since they cannot be read now; their answers are k
 GONE, PASSING = "no longer in the corpus; their results are kept", "of files that could not be read before"
 
 
-class _Comparison(NamedTuple):
-    todo: npt.NDArray[np.int64]
-    done: int
-    failed: int
-    changes: dict[str, list[str]]
-
-
-def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> _Comparison:
-    """Compare the records of a run with the documents of a job."""
+def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> tuple[Opened, dict[str, list[str]]]:
+    """Compare the records of a run with the documents of a job; also return the ids of those that differ."""
     changes: dict[str, list[str]] = {what: [] for what in (CHANGED, REPAIRED, UNREAD, GONE, PASSING)}
     is_done, met = np.zeros(len(corpus), np.bool_), 0
     if not corpus.prompts and len(corpus.index.digested):  # most of them, all at once
@@ -167,7 +160,7 @@ def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> _Comparis
             if name not in known and (at == len(same) or same[at] != wanted):
                 changes[PASSING if places[name].is_transient else GONE].append(name)
     todo, done = np.flatnonzero(is_todo), int(is_done.sum())
-    return _Comparison(todo, done, len(corpus) - len(todo) - done, changes)
+    return Opened(todo, done, len(corpus) - len(todo) - done), changes
 
 
 def _digest_now(corpus: Corpus, number: int) -> str | None:
@@ -240,14 +233,9 @@ def read_run_file(folder: Path) -> RunFile | None:
     with contextlib.suppress(DataError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         stored = unseal(read_whole(lambda: read_regular(path, RUN_FILE_BYTES), path))
         if stored is not None and isinstance(stored["identity"], dict):
-            first, step = map(operator.index, stored.get("share", (0, 1)))
-            gone = frozenset(map(str, stored.get("gone", ())))
-            if "corpus" in stored:  # of an earlier version, which listed all documents
-                listed = len(stored["corpus"]["ids"]) // (len(stored["corpus"]["prompts"]) or 1)
-                documents = len(range(listed)[first::step]) * (len(stored["corpus"]["prompts"]) or 1)
-                cut = "of an earlier version" if step > 1 else ""
-            else:
-                documents, cut = operator.index(stored["documents"]), str(stored["cut"])
+            first, step = map(operator.index, stored["share"])
+            gone = frozenset(map(str, stored["gone"]))
+            documents, cut = operator.index(stored["documents"]), str(stored["cut"])
             if 0 <= first < step and documents >= 0:
                 return RunFile(stored["identity"], str(stored["job"]), CorpusPart(first, step), cut, documents, gone)
     return None

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from kvr_mpi.disk import VOLUME_NAME, final_name, is_folder, names_in
 from kvr_mpi.errors import DataError, MissingError
 from kvr_mpi.store.lock import BEAT_S, is_alive, read_lock
@@ -79,16 +82,15 @@ def read_status(folder: Path, now_s: float | None = None) -> Status:
     alive = is_alive(folder, 2.5 * BEAT_S)
     results, total = Results.of(found), None if run is None else run.documents
     answering_s = results.cost.answering_s
+    left = None if run is None else run.left(results.places)
     if run is not None and run.gone:  # their results are kept
-        places = {name: place for name, place in results.places.items() if name not in run.gone}
-        results = replace(results, places=places)
-    summary, times = results.summary(), [place.finished_s for place in results.places.values() if place.is_done]
+        results = replace(results, places=results.places.without(run.gone))
+    summary, times = results.summary(), results.places.finished_s()
     session = lock.number if lock else 0
     ranks = read_states(folder, session) if alive else ()
     since = min((rank.began_s for rank in ranks), default=lock.since_s if lock else 0.0)
     overall = _rate(times, since, now) if alive else 3600 * len(times) / answering_s if answering_s else None
     lately = _rate(times, max(since, now - LATELY_S), now) if alive else None
-    left = None if run is None else run.left(results.places)
     rate = lately or overall
     eta = 3600 * left / rate if alive and left is not None and rate else None
     if ranks and left:
@@ -152,7 +154,7 @@ def _sum(values: Iterable[T | None]) -> T | None:
     return None if not known or None in known else cast("T", sum(filter(None, known)))
 
 
-def _rate(times: Sequence[float], start_s: float, end_s: float) -> float | None:
+def _rate(times: npt.NDArray[np.float64], start_s: float, end_s: float) -> float | None:
     """Return documents per hour in an interval; None if there were none, or if the clock was set back."""
-    count = sum(start_s <= each <= end_s for each in times)
+    count = int(((start_s <= times) & (times <= end_s)).sum())
     return 3600 * count / (end_s - start_s) if count and end_s > start_s else None

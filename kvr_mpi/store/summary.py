@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 REASON_CHARS = 240
 # Words that are specific to one document: those that contain digits, slashes, quotes or brackets.
@@ -25,6 +26,12 @@ class Summary:
     done: int
     failed: int
     reasons: dict[str, int]
+
+    @classmethod
+    def of(cls, documents: int, errors: Iterable[tuple[str, str]]) -> Self:
+        """Count so many documents, given the ids of those that failed, and their shortened errors."""
+        failed = [(name, error, 1) for name, error in errors]
+        return cls(documents - len(failed), len(failed), count_reasons(failed))
 
     @property
     def documents(self) -> int:

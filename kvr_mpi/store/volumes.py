@@ -4,7 +4,7 @@
     results.h5                 of all ranks, at its end; needs no other file,
                                or only the volumes that its log lists
       /                        attributes: schema = "kvr-mpi",
-                               schema_version = 5
+                               schema_version = 6
       /kv/KEY/...              keys and values (see ``kv``); KEY is an id in
                                its record's ``pieces``, percent-encoded
       /records                 of results.h5: the records, a line of JSON
@@ -35,10 +35,10 @@ import h5py
 from kvr_mpi.disk import LOG_NAME, VOLUME_NAME, open_regular, retried
 from kvr_mpi.errors import DataError, ForeignError
 from kvr_mpi.store.hdf5 import dataset_in, open_hdf5, read_attribute, where
-from kvr_mpi.store.log import LINE_BYTES, VOLUME, seal
+from kvr_mpi.store.log import LINE_BYTES, VOLUME, check_version, seal
 
 RESULTS = "results.h5"
-SCHEMA, SCHEMA_VERSION = "kvr-mpi", 5
+SCHEMA = "kvr-mpi"
 LOG, RECORDS, KV, EMBEDDINGS = "log", "records", "kv", "embeddings"
 
 
@@ -72,12 +72,7 @@ def open_volume(path: Path) -> Iterator[h5py.File]:
             raise ForeignError(
                 f"{path} is an HDF5 file, but not written by kvr-mpi (expected the attribute schema = {SCHEMA!r})"
             )
-        version = read_attribute(file, "schema_version", int)
-        if version != SCHEMA_VERSION:
-            remedy = "upgrade kvr-mpi" if version > SCHEMA_VERSION else "process its documents again"
-            raise ForeignError(
-                f"{path} has schema version {version}; this kvr-mpi reads version {SCHEMA_VERSION} only: {remedy}"
-            )
+        check_version(read_attribute(file, "schema_version", int), path)
         yield file
 
 

@@ -10,6 +10,7 @@ model with the chosen implementations on a few tokens (`prefill.self_check`).
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -308,9 +309,9 @@ def choose_ways(gains: Gains, copy_bytes: Mapping[str, Mapping[str, int]], room:
 
 
 def _with_one_layout(gains: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """Keep only one of the `LAYOUTS` of weights: the one that is faster at the largest measured number of rows."""
-    layouts = [way for way in LAYOUTS if way in gains]
-    best = max(layouts, key=lambda way: [gains[way][at] for at in reversed(range(len(ROWS)))], default=None)
+    """Keep only one of the `LAYOUTS` of weights: the one with the larger product of speed-ups, where measured."""
+    layouts = [way for way in LAYOUTS if any(gains.get(way, ()))]
+    best = max(layouts, key=lambda way: math.prod(gain or 1.0 for gain in gains[way]), default=None)
     return {way: row for way, row in gains.items() if way == best or way not in layouts}
 
 

@@ -125,6 +125,8 @@ def test_text_files_with_a_mark_of_utf_16(tmp_path: Path) -> None:
     for name, encoding in (("a.txt", "utf-16-le"), ("b.txt", "utf-16-be"), ("c.txt", "utf-8")):
         (tmp_path / name).write_bytes("\ufeffGrüße".encode(encoding))
     assert [document.text for document in read(tmp_path)] == ["Grüße"] * 3
+    (tmp_path / "d.txt").write_bytes("Grüße".encode("latin-1"))
+    assert [document.text for document in read(tmp_path, encoding="iso8859-1")] == ["Grüße"] * 4
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from made_runs import kv_in
 from kvr_mpi.runtime.reuse import StoredBeginnings, hash_blocks
 from kvr_mpi.runtime.stored_source import scan_stored
 from kvr_mpi.store.kv import BLOCK_TOKENS, CachedTokens
+from kvr_mpi.store.kv_reader import KVReader
 from kvr_mpi.store.lock import Lock, this_process
 from kvr_mpi.store.prefix import StoredPrefix
 from kvr_mpi.store.results import open_results
@@ -88,6 +89,20 @@ def test_some_documents_a_file_of_questions_and_resuming(run: Path, tmp_path: Pa
     found = ask(*asked, ranks=2, to="asked").records
     assert {*found} == {f"doc-{n}.txt#{name}" for n in (1, 3) for name in ("when", "q2")}
     assert "4 questions already done" in ask(*asked, ranks=3, to="asked", words=["--resume"]).log
+
+
+def test_a_document_is_opened_once_for_all_questions_about_it(
+    run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, real = list[str](), KVReader.__init__
+
+    def count(reader: KVReader, name: str, *args: Any, **how: Any) -> None:
+        opened.append(name)
+        real(reader, name, *args, **how)
+
+    monkeypatch.setattr(KVReader, "__init__", count)
+    assert len(ask(run).records) == 10
+    assert sorted(opened) == [f"doc-{n}.txt" for n in range(5)]
 
 
 def test_answers_stay_when_keys_and_values_are_pruned(run: Path, ask: Ask, run_kvr: Any) -> None:

@@ -24,11 +24,11 @@ from made_runs import new_writer, resume
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_OK, DataError
 from kvr_mpi.store.kv import CachedTokens, piece_id
-from kvr_mpi.store.log import Header, seal, unseal
+from kvr_mpi.store.log import SCHEMA_VERSION, Header, seal, unseal
 from kvr_mpi.store.record import ARRAYS, ASKED_FOR, REALS, Record
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run
-from kvr_mpi.store.volumes import SCHEMA_VERSION, key_of
+from kvr_mpi.store.volumes import key_of
 
 HEADER = Header(
     {"model": "0123abcd", "kv": True}, {"name": "tiny", "architecture": "LlamaForCausalLM", "dtype": "float32"}

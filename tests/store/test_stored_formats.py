@@ -1,15 +1,13 @@
-"""One format: what earlier versions wrote is read, and every command reads the same record."""
+"""One format: every command reads and writes the same record."""
 
 from __future__ import annotations
 
 import json
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from made_runs import exported, record, write
 
 from kvr_mpi.job import JobSpec
@@ -19,38 +17,6 @@ from kvr_mpi.store.results import open_results
 from kvr_mpi.store.rewrite import merge_run, merge_runs, prune_kv
 
 pytestmark = pytest.mark.quick
-IDS = tuple(range(100, 115))
-KEYS = torch.arange(15 * 4 * 2, dtype=torch.float32).reshape(15, 4, 2)
-
-
-@pytest.mark.parametrize("name", ["schema_5", "schema_5-merged"])
-@pytest.mark.parametrize("then", ["read", "merge", "prune"])
-def test_files_of_version_5_are_read_merged_and_pruned(tmp_path: Path, name: str, then: str) -> None:
-    """A document of two groups of two ranks, a compressed one, one in bfloat16, one without tokens, and an error."""
-    with tarfile.open(Path(__file__).with_name("schema_5.tar.xz")) as archive:
-        archive.extractall(tmp_path, filter="data")
-    path = tmp_path / name
-    if then == "merge":
-        path, _ = tmp_path / "all.h5", merge_runs([path], tmp_path / "all.h5")
-    elif then == "prune":
-        prune_kv(path, 2, ["unknown tokens"])
-    results = open_results(path)
-    assert results.ids() == ["bad", "compressed", "dir/spread", "half", "unknown tokens"]
-    assert results["bad"].error == "it is not UTF-8" and results["half"].answer == "Zwei Sätze.\n"
-    assert results["dir/spread"].logprobs == (-0.5, -1.0, -2.0, -0.25)
-    with results.open("dir/spread") as (_, kv):
-        assert kv.tokens is not None and (kv.tokens.ids, kv.tokens.text, kv.layers) == (IDS, (1, 9), (0, 2))
-        keys, values = kv.read(2, 3, 12, (1, 3))
-        assert torch.equal(keys, KEYS[3:12, 1:3]) and torch.equal(values, -KEYS[3:12, 1:3])
-    with results.open("compressed") as (_, kv):
-        kept = kv.kept(0)
-        assert kv.compression == "snapkv: budget 4" and kv.kept(2) is None
-        assert kept is not None and [own.tolist() for own in kept] == [[0, 4, 14], [1, 2, 3, 8, 14]]
-        assert torch.equal(kv.read(0)[0], KEYS[:8, :1]) and torch.equal(kv.read(2)[1], -KEYS[:, :2])
-    keys, values = results.kv("half").layers[0]
-    assert torch.equal(keys, KEYS.bfloat16()[..., :1]) and torch.equal(values, KEYS.bfloat16())
-    with results.open("unknown tokens") as (_, kv):
-        assert kv.tokens is None and (kv.layers == (0,)) == (then != "prune")
 
 
 def test_every_command_reads_and_writes_the_same_records(tmp_path: Path) -> None:
