@@ -92,7 +92,7 @@ class Forwarder:
             self._receiving = torch.cuda.Stream(self._gpu)  # type: ignore[no-untyped-call]
         self._prompt = 0  # number of the prompt that began last
         self._pending: list[Transfer] = []
-        # In streams: announced messages that are not sent yet, by destination, in its receive order.
+        # On GPUs: announced messages that are not sent yet, by destination, in its receive order (NCCL, `staging`).
         self._turns: dict[int, list[Transfer]] = defaultdict(list)
         self._lock = threading.RLock()
         self._closed = threading.Event()

@@ -397,7 +397,9 @@ def _wait_asleep(request: Any) -> None:
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Cut a contiguous tensor's bytes into messages."""
     data = as_bytes(tensor)
-    return [data[at : at + CHUNK_BYTES] for at in range(0, max(1, data.numel()), CHUNK_BYTES)]
+    if data.numel() <= CHUNK_BYTES:
+        return [data]
+    return [data[at : at + CHUNK_BYTES] for at in range(0, data.numel(), CHUNK_BYTES)]
 
 
 def _buffer(piece: torch.Tensor) -> Any:

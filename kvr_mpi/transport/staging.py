@@ -98,12 +98,11 @@ class _Lane:
 
     def progress(self) -> None:
         """Let all pieces pass the steps that they can pass now."""
-        for number, step in enumerate(self._steps):
-            queue = self._queues[number]
+        for step, queue, following in zip(self._steps, self._queues, (*self._queues[1:], None), strict=True):
             while queue and step(queue[0]):
                 piece = queue.popleft()
-                if number + 1 < len(self._queues):
-                    self._queues[number + 1].append(piece)
+                if following is not None:
+                    following.append(piece)
 
     def _place(self, piece: _Piece) -> bool:
         if self._stream is not None:
@@ -142,7 +141,7 @@ class _Lane:
         assert stream is not None, "there is a copy"
         if after is not None:
             stream.wait_event(after)
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
             return _mark()
 
