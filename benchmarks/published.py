@@ -22,10 +22,10 @@ from kvr_mpi.costs.costmodel import single_seconds
 from kvr_mpi.costs.layer_costs import Costs
 from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.kv.attention import PartialAttention, _attend_blocks, attend, attend_range
-from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.chain import LAYERS_AHEAD
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.layer import RowCache, RowLayer
+from kvr_mpi.kv.pool import LayerBuffers
 from kvr_mpi.kv.relay import Range, join_ranges
 from kvr_mpi.kv.sequence import Pair, SequenceKV, by_head
 from kvr_mpi.model import LoadedModel
@@ -345,7 +345,10 @@ def attend_masked(
         return PartialAttention(out, lse.float())
     if params.expand is not None:
         keys, values = params.expand(keys, values)
-    return _attend_blocks(query, keys, values, params, offset=offset, window=None, dense=True)
+    seen = offset + query.shape[2]
+    if seen < keys.shape[2]:  # computed, and not used
+        _attend_blocks(query, keys[:, :, seen:], values[:, :, seen:], params, offset=None, window=None)
+    return _attend_blocks(query, keys[:, :, :seen], values[:, :, :seen], params, offset=offset, window=None)
 
 
 def tsp_seconds(costs: Costs, tokens: float, ranks: int, *, dense: bool = True) -> float:

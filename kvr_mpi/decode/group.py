@@ -20,7 +20,7 @@ from kvr_mpi.decode.sampling import Answer, DecodeSequence, choose_tokens
 from kvr_mpi.decode.step_graph import StepRecorder
 from kvr_mpi.kv.pool import Pool
 from kvr_mpi.kv.row import Merge, Row
-from kvr_mpi.kv.sequence import SequenceKV, bytes_of
+from kvr_mpi.kv.sequence import SequenceKV, bytes_of, copy_states
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.model.rope import begins_anew_at
@@ -118,7 +118,7 @@ class Group:
         unchanged.
         """
         sequences = [each.prefill.cache for each in documents if not each.prefill.is_plain]
-        before = [(sequence.length, sequence.copy_states()) for sequence in sequences]
+        before = [(sequence.length, copy_states(sequence.states)) for sequence in sequences]
         try:
             with guarded(self.loaded.tp_group):
                 return self._run_alone(documents, drafts)
@@ -179,7 +179,7 @@ class Group:
             tokens = torch.tensor(ids, device=self.loaded.device).view(-1, 1, 1)
             return torch.cat([run_model(self.loaded.model, token, behind) for token in tokens])
         sequence: SequenceKV = prefill.cache
-        states = sequence.copy_states()
+        states = copy_states(sequence.states)
         try:
             keep = torch.arange(len(ids), device=self.loaded.device)
             return run_row(self.loaded, Row([sequence], [len(ids)]), ids, keep)

@@ -345,13 +345,11 @@ def _attend_blocks(
     *,
     offset: int | None,
     window: int | None,
-    dense: bool = False,
 ) -> PartialAttention:
     """Attend on any device, in blocks of queries to keep the scores small.
 
     offset : query i is aligned with key ``offset + i`` and sees no later key; None: every query sees every key.
     window : with an offset: see only the last `window` keys.
-    dense : also compute the scores of keys that no query of a block sees.
     """
     _, heads, queries, _ = query.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
@@ -362,7 +360,7 @@ def _attend_blocks(
     for first in range(0, queries, step):
         last = min(first + step, queries)
         low = 0 if window is None or offset is None else max(0, offset + first - window + 1)
-        high = length if offset is None or dense else offset + last
+        high = length if offset is None else offset + last
         folded = query[0, :, first:last].reshape(kv_heads, -1, query.shape[-1])  # a group's heads become queries
         score = torch.matmul(folded.float(), keys[0, :, low:high].float().transpose(-1, -2)) * params.scale
         if params.softcap is not None:

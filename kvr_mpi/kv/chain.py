@@ -21,10 +21,9 @@ import torch
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.kv.attention import PartialAttention, attend, attend_range
-from kvr_mpi.kv.buffers import LayerBuffers
 from kvr_mpi.kv.clock import Clock
 from kvr_mpi.kv.layer import RowCache, RowLayer
-from kvr_mpi.kv.pool import Pool
+from kvr_mpi.kv.pool import LayerBuffers, Pool
 from kvr_mpi.kv.relay import (
     STATES,
     LayerTransfers,
@@ -224,11 +223,10 @@ class SliceLayer(RowLayer):
         part = attend(query, keys, values, params, causal=query.shape[2] > 1)
         for rows in self.pieces(0, relay.known):  # the known tokens are local
             part = part.merge(attend(query, *rows, params))
-        is_grouped, coming = query.device.type in GROUPING, relay.received
-        for group in in_two_groups(coming) if is_grouped else [[segment] for segment in coming]:
+        for numbers, ranges in self.cache.arrivals:
             if self.segments is not None:
-                self.segments.wait_for(segment.number for segment in group)
-            for bounds in join_ranges([segment.bounds for segment in group]):
+                self.segments.wait_for(numbers)
+            for bounds in ranges:
                 for rows in self.pieces(*bounds):
                     part = part.merge(attend(query, *rows, params))
         return part
@@ -388,6 +386,7 @@ class SliceRow(RowCache):
         so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
     write_layer : called for each complete layer with the keys and values of this rank's own tokens.
     sequence : what this rank keeps of the prompt; None if nothing. Whoever has this cache releases it.
+    arrivals : numbers of segments that are received and attended to together, and their tokens, in order.
     slab_start : position of the first row of each layer's buffer.
     cuts_last_layer : the last layer processes the last token as a separate chunk, the only one that attends
         (``layer_chunks``).
@@ -419,6 +418,12 @@ class SliceRow(RowCache):
         self.dtype, self.device = loaded.dtype, loaded.device
         self.is_decode_rank = transfers is None or relay.is_last
         keep = retain if retain is not None and self.is_decode_rank else Retain(None)
+        coming = relay.received
+        groups = in_two_groups(coming) if self.device.type in GROUPING else [[segment] for segment in coming]
+        self.arrivals = [
+            ([segment.number for segment in group], join_ranges([segment.bounds for segment in group]))
+            for group in groups
+        ]
         self.window, self._choose, self._late_layers = keep.window, keep.choose, keep.late_layers
         if self.window is not None:  # otherwise what compression keeps would depend on the partition
             (first, last), window = relay.own, self.window
@@ -563,11 +568,7 @@ class SliceRow(RowCache):
         assert self.sequence is not None and layer.slab is not None, "this rank keeps them"
         if layer.segments is not None:
             layer.segments.is_through(wait=True)
-        first = (
-            0
-            if kept is not None
-            else max(self.sequence.first_new(layer.layer_idx), self.relay.first_held(layer.shape.visibility))
-        )
+        first = 0 if kept is not None else self.relay.first_held(layer.shape.visibility)
         self.sequence.admit(layer.layer_idx, first, *layer.rows(first, layer.length), kept)
         self.reuse(layer.slab)
         SliceLayer.drop(layer)  # states are in use until the model has run

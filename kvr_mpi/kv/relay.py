@@ -35,7 +35,6 @@ class Segment(NamedTuple):
     bounds: Range
 
 
-@dataclass(frozen=True)
 class Relay:
     """What one place of a chain does with a prompt's segments (KV-Runahead, section 4.1, Fig. 5; cut-through is ours).
 
@@ -50,34 +49,27 @@ class Relay:
     chunk_tokens : ranks compute and send their tokens in chunks that end at multiples of this; None: at once.
     receives_all : also in layers with a window or chunks.
     saves_last_layer : output of the last layer that is not used is not computed.
+    is_last : whether this place has the last slice.
+    slices : the tokens that each place computes.
+    own : those that this place computes; a layer's buffer ends with them.
+    chunks : those that a layer of this place computes together, in order.
     """
 
-    partition: Partition
-    position: int
-    known: int = 0
-    chunk_tokens: int | None = None
-    receives_all: bool = False
-    saves_last_layer: bool = True
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this place has the last slice."""
-        return self.position == self.partition.size - 1
-
-    @cached_property
-    def slices(self) -> list[Range]:
-        """The tokens that each place computes."""
-        return self.partition.slices(self.known)
-
-    @property
-    def own(self) -> Range:
-        """The tokens that this place computes; a layer's buffer ends with them."""
-        return self.slices[self.position]
-
-    @property
-    def chunks(self) -> list[Range]:
-        """The tokens that a layer computes together, in order."""
-        return list(cut_range(*self.own, self.chunk_tokens))
+    def __init__(
+        self,
+        partition: Partition,
+        position: int,
+        known: int = 0,
+        chunk_tokens: int | None = None,
+        *,
+        receives_all: bool = False,
+        saves_last_layer: bool = True,
+    ) -> None:
+        self.partition, self.position, self.known, self.chunk_tokens = partition, position, known, chunk_tokens
+        self.receives_all, self.saves_last_layer = receives_all, saves_last_layer
+        self.is_last, self.slices = position == partition.size - 1, partition.slices(known)
+        self.own = self.slices[position]
+        self.chunks = list(cut_range(*self.own, chunk_tokens))
 
     @cached_property
     def segments(self) -> list[list[Segment]]:
@@ -87,7 +79,7 @@ class Relay:
             [Segment(next(numbers), part) for part in cut_range(*bounds, self.chunk_tokens)] for bounds in self.slices
         ]
 
-    @property
+    @cached_property
     def received(self) -> list[Segment]:
         """The segments of earlier places in the order of arrival: the nearest place's first, as computed there."""
         return list(itertools.chain(*reversed(self.segments[: self.position])))
@@ -113,9 +105,10 @@ class Relay:
                 yield segment, here, sent
 
     def first_held(self, visibility: Visibility) -> int:
-        """Position of the first token from which this rank holds all keys and values of a layer."""
-        first = 0 if self.receives_all or not self.position else visibility.first_key(self.own[0])
-        return 0 if first <= self.known else first
+        """Position of the first token after the known ones from which this rank holds all of a layer."""
+        return (
+            self.known if self.receives_all or not self.position else max(self.known, visibility.first_key(self.own[0]))
+        )
 
 
 def relays(partition: Partition, known: int = 0, chunk_tokens: int | None = None) -> list[Relay]:

@@ -532,12 +532,6 @@ class SequenceKV:
                 )
         self.length = length
 
-    # States
-
-    def copy_states(self) -> dict[int, States]:
-        """Copy the current states, which a failed step may leave partly updated."""
-        return copy_states(self.states)
-
     def check(self, ids: Sequence[int]) -> None:
         """Check that a prompt begins with this sequence and continues after it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import threading
@@ -51,7 +52,7 @@ class StateShape:
     dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerShape:
     """What one layer caches: keys and values per token, states, or nothing (all sizes 0).
 
@@ -68,12 +69,12 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()
     expanded_dim: int = 0
 
-    @property
+    @functools.cached_property
     def out_dim(self) -> int:
         """Elements of the output of each query head."""
         return self.expanded_dim or self.value_dim
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         """Elements of one token's keys and values."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)

@@ -177,12 +177,9 @@ class ChainRunner:
         """
         prefix = row[0].prefix
         if prefix is not None and prefix.failure is not None:
-            began_s = time.perf_counter()
-            wholes = [Partition((0, plan.prompt.tokens)) for plan in row]
-            return [
-                Prefill(whole, None, None, 0.0, last=row[0].decode_rank, error=prefix.failure, began_s=began_s)
-                for whole in wholes
-            ]
+            failed: dict[str, Any] = {"last": row[0].decode_rank, "error": prefix.failure}
+            failed["began_s"] = time.perf_counter()
+            return [Prefill(Partition((0, plan.prompt.tokens)), None, None, 0.0, **failed) for plan in row]
         try:
             match row[0].way:
                 case Way.CHAIN:

@@ -18,7 +18,7 @@ from pretended_cuda import Event, GpuTensor, OnDevices, PretendedCuda
 from test_nccl import on_gpus
 from test_one_gpu import model_of
 
-from kvr_mpi.kv.buffers import LayerBuffers
+from kvr_mpi.kv.pool import LayerBuffers
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.store.folder import survey

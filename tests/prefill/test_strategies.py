@@ -17,7 +17,7 @@ from models import STATES, VOCAB, WHOLE, prompt, tiny
 
 from benchmarks.published import LENT, PUBLISHED
 from kvr_mpi.errors import ConfigError, ModelError
-from kvr_mpi.kv import buffers
+from kvr_mpi.kv import pool
 from kvr_mpi.model import LayerShape, StateShape
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
@@ -142,7 +142,7 @@ class Failing(threading.local):
     @contextmanager
     def installed(self, models: tuple[str, ...] = MODELS) -> Iterator[None]:
         """Watch the layers of models and the making of buffers."""
-        make = buffers.make_flat
+        make = pool.make_flat
 
         def making(count: int, dtype: torch.dtype, device: torch.device) -> Any:
             if self.layer == -1:
@@ -158,11 +158,11 @@ class Failing(threading.local):
             blocks = next(part for part in tiny(name).model.modules() if isinstance(part, torch.nn.ModuleList))
             for idx, block in enumerate(blocks):
                 hooks.append(block.register_forward_pre_hook(lambda block, args, idx=idx: enter(idx)))
-        buffers.make_flat = making
+        pool.make_flat = making
         try:
             yield
         finally:
-            buffers.make_flat = make
+            pool.make_flat = make
             for hook in hooks:
                 hook.remove()
 
