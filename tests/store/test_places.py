@@ -123,4 +123,4 @@ def test_runs_that_are_read_together_need_little_memory(tmp_path: Path, monkeypa
     finally:
         tracemalloc.stop()
     assert len(found) == len(found.ids("done")) == 5_000 and "b-0002499" in found
-    assert peak < 250, f"{peak} bytes for each document"
+    assert peak < 100, f"{peak} bytes for each document"
