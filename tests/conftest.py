@@ -36,7 +36,7 @@ settings.load_profile("kvr-mpi")
 
 # Folders and files whose tests take longest: workers that share the tests by file begin with these, and end with short
 # files, so that none waits for another.
-FIRST = {"faults", "gridengine", "slurm", "test_settings_together.py", "transport", "tuning"}
+FIRST = {"faults", "slurm", "test_settings_together.py", "transport", "tuning"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -15,8 +15,8 @@ from made_jobs import TEXT, toml_of
 
 from kvr_mpi import open_results
 
-DOCUMENTS = 16  # two seconds each until the job is requeued: more than its time limit allows
-LIMIT_S = 45
+DOCUMENTS = 30  # two seconds each until the job is requeued: more than its time limit allows
+LIMIT_S = 60
 
 
 @pytest.fixture(scope="module")
