@@ -518,7 +518,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
     monkeypatch.setattr(torch, "Generator", lambda device=CPU: generator())
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 33, 1 << 34))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 31, 1 << 34))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a pretended GPU")
