@@ -342,7 +342,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def writing(what: object, remedy: str = "", kind: type[OutputError] = OutputError) -> Iterator[None]:
-    """Turn an `OSError` of writing a file or folder into an `OutputError` that names it, and what to do."""
+    """Convert an `OSError` raised while a file or folder is written to an `OutputError` that names it and a remedy."""
     try:
         yield
     except UnavailableError:  # of a file that is read meanwhile

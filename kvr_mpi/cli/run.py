@@ -207,7 +207,9 @@ def run_on(
     if limit_s is not None:
         deadline_s = limit_s
     elif end_from and (deadline_s or 0) <= time.time():  # wrong: this job is still running
-        what = "no Unix time" if deadline_s is None else f"in the past ({duration_text(time.time() - deadline_s)} ago)"
+        what = (
+            "not a Unix time" if deadline_s is None else f"in the past ({duration_text(time.time() - deadline_s)} ago)"
+        )
         logger.root.warning(f"{end_from} is {what}: ignoring it")
         deadline_s = None
     options = replace(options, overwrite=overwrite)

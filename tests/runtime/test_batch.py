@@ -68,7 +68,7 @@ def test_no_document_is_begun_that_would_not_end(run_job: Any, monkeypatch: pyte
     assert len(again.records) == 5
     assert "SLURM_JOB_END_TIME" in again.log and "ignoring" in again.log, "a deadline in the past is not believed"
     monkeypatch.setenv("KVR_END_TIME", "18:00")
-    assert "KVR_END_TIME is no Unix time" in run_job(2, to="out").log
+    assert "KVR_END_TIME is not a Unix time" in run_job(2, to="out").log
 
 
 def test_a_requeued_job_goes_on_with_its_own_runs_alone(run_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
