@@ -181,8 +181,7 @@ class Group:
         sequence: SequenceKV = prefill.cache
         states = copy_states(sequence.states)
         try:
-            keep = torch.arange(len(ids), device=self.loaded.device)
-            return run_row(self.loaded, Row([sequence], [len(ids)]), ids, keep)
+            return run_row(self.loaded, Row([sequence], [len(ids)]), ids)
         finally:
             sequence.states = states
 
@@ -216,15 +215,10 @@ class Group:
         if documents[0].prefill.is_plain:
             token = torch.tensor([last], device=self.loaded.device)
             return run_model(self.loaded.model, token, documents[0].prefill.cache)
-        if self._why_alone is None:
-            row = self._row_of(documents)
-            if row.tokens != counts:
-                row.take(counts)
-            return self.recorder.run(row, last)
-        row = Row([documents[0].prefill.cache], counts)
-        logits = run_row(self.loaded, row, last, torch.arange(len(last), device=self.loaded.device))
-        row.advance()
-        return logits
+        row = self._row_of(documents)
+        if row.tokens != counts:
+            row.take(counts)
+        return self.recorder.run(row, last)
 
     def _run_anew(self, document: BatchEntry, writing: DecodeSequence) -> torch.Tensor:
         """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""

@@ -274,7 +274,7 @@ class SliceStateLayer(StateLayer, SliceLayer):
     """The states of one layer on one rank of a chain, which receives them before the layer and sends them after it."""
 
     def __init__(self, cache: SliceRow, layer_idx: int, shape: LayerShape) -> None:
-        StateLayer.__init__(self, cache, layer_idx, shape, None)
+        StateLayer.__init__(self, cache, layer_idx, shape)
         SliceLayer._begin(self)
         self._incoming: torch.Tensor | None = None
         self._outgoing: Transfer | None = None
@@ -295,7 +295,6 @@ class SliceStateLayer(StateLayer, SliceLayer):
                 self.segments.receive(STATES, self._incoming)
                 self.expect()
         elif cache.prefix is not None and not self.has_previous_state[0]:
-            self.expect()
             self.set_states(copy_states({0: cache.prefix.states[self.layer_idx]})[0])
         if self._outgoing is None and self.segments is not None and not relay.is_last:
             message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=cache.device)

@@ -67,7 +67,7 @@ class Row(RowCache):
         self.sequences, self.merge, self._reads = list(sequences), merge, reads
         self.take([1] * len(self.sequences) if tokens is None else tokens)
         loaded = sequences[0].loaded
-        self.in_parts, self._first_position = loaded.attends_in_parts, loaded.shape.first_position
+        self.in_parts = loaded.attends_in_parts
         self.is_step = self.in_parts and max(self.tokens) == 1
         first = self.sequences[0]
         self.device, self.dtype, self._is_rolling = loaded.device, loaded.dtype, first.rolling is not None
@@ -81,7 +81,7 @@ class Row(RowCache):
         self._last_layer = kept[-1] if kept else -1
         super().__init__(
             [
-                StateLayer(self, idx, shape, first.states) if shape.states else RowLayer(self, idx, shape)
+                StateLayer(self, idx, shape) if shape.states else RowLayer(self, idx, shape)
                 for idx, shape in enumerate(first.shapes)
             ]
         )
@@ -100,13 +100,16 @@ class Row(RowCache):
 
         Raises `ValueError` if one has no room for its new tokens.
         """
-        self.current, self._new, self._is_advanced = None, None, False
+        self.current, self._new = None, None
         self.lengths = [sequence.length for sequence in self.sequences]
         pairs = zip(self.lengths, self.tokens, strict=True)
         self.before = [length + at for length, tokens in pairs for at in range(tokens)]
         self._whole, self._firsts = np.array(self.before) + 1, dict[Visibility, Integers]()
         # All that its tokens see is in the row.
         self._begins = self.merge is None and not self._is_rolling and not any(self.lengths)
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.set_states(self.sequences[0].states[layer.layer_idx])
         for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
             if sequence.length + tokens > sequence.capacity:
                 raise ValueError(f"a cache of {sequence.length} tokens is full; reserve room for the tokens to be run")
@@ -128,11 +131,9 @@ class Row(RowCache):
         return max(self.tokens) > 1 and not self.is_step
 
     @property
-    def positions(self) -> torch.Tensor:
-        """Positions of the new tokens (1, tokens), as the model counts them."""
-        pairs = zip(self.lengths, self.tokens, strict=True)
-        each = torch.cat([torch.arange(length, length + tokens) for length, tokens in pairs])
-        return each.unsqueeze(0).to(self.device) + self._first_position
+    def needs_positions(self) -> bool:
+        """Whether the model cannot count the positions of the new tokens from `length`."""
+        return len(self.sequences) > 1 or self._is_recorded
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """For each sequence, or each token of a step, the tokens and the length with them; 1 for empty slots."""
@@ -155,22 +156,21 @@ class Row(RowCache):
     def _edges(self) -> torch.Tensor:
         return torch.tensor(self._bounds, dtype=torch.int32, device=self.device)
 
-    def advance_table(self, lengths: torch.Tensor) -> None:
-        """Begin a step of paged sequences, given `before` (slots,), int64 on the device."""
+    def begin_on_device(self, before: torch.Tensor) -> None:
+        """Continue `begin`, given `before` (tokens,), int64 on the device."""
+        if not (self.is_step and self.is_paged):
+            return
         if self._table is None:
             width, is_complete = self.table_sizes
             self._table = PageTable(self.sequences[0], len(self._numbers), width, is_complete=is_complete)
         if self._table.moves != self._table.pool.moves and not self._is_recorded:
             self._table.fill(self.slots)
-        self._table.advance(lengths)
-        self._is_advanced = True
+        self._table.advance(before)
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each sequence's new tokens to its rows."""
         at = layer.layer_idx
         if self.is_step and self.is_paged:
-            if not self._is_advanced:
-                self.advance_table(torch.tensor(self.before, device=self.device))
             assert self._table is not None, "the step has begun"
             self._table.write(at, keys, values)
         else:

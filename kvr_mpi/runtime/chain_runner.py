@@ -26,8 +26,7 @@ from kvr_mpi.prefill.one_prompt import (
     run_plain,
     wait_for_compute,
 )
-from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
-from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.prefill.packed import PACK_TOKENS, Gathering, prefill_packed, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
@@ -279,14 +278,12 @@ class ChainRunner:
 
     def _prefill_after_stored(self, row: Sequence[Plan]) -> list[Prefill]:
         """Prefill questions about one document; every rank of the chain returns the same."""
-        document = row[0].prefix
-        assert document is not None, "it is stored"
-        return prefill_stored(
+        return prefill_packed(
             self.session.loaded,
             [plan.prompt.ids for plan in row],
-            document,
-            self.chain,
+            prefix=row[0].prefix,
             reserve_tokens=[plan.prompt.new_tokens for plan in row],
+            gathering=Gathering(self.session.loaded, self.chain),
             last=row[0].decode_rank,
         )
 
