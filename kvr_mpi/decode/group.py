@@ -53,7 +53,6 @@ class BatchEntry:
 
     @property
     def error(self) -> str | None:
-        """Why the prompt has no answer."""
         return None if self.writing is None else self.writing.error
 
     @property

@@ -143,7 +143,6 @@ class StepRecorder:
         return truth
 
     def forget(self) -> None:
-        """Free all graphs."""
         self._graphs.clear()
         self._taken.clear()
 

@@ -32,7 +32,6 @@ class TokenGroup(Group):
         self._gathering = Gathering(loaded, ranks)
 
     def is_home(self, prefill: Prefill) -> bool:
-        """Whether this rank has a prompt's last shard."""
         return self.ranks.rank == prefill.last
 
     def rows(self, documents: Sequence[BatchEntry], most: int | None) -> list[list[BatchEntry]]:
@@ -42,7 +41,6 @@ class TokenGroup(Group):
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why no step runs several tokens of a prompt."""
         return "the ranks of a chain that share keys and values have to run the same tokens"
 
     def run(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:

@@ -84,8 +84,8 @@ def prefill_packed(
             )
             for ids, reserve, reading in zip(prompts, reserves, readings or repeat(None, len(prompts)), strict=True)
         ]
-    began, why = time.perf_counter(), None if prefix is None else prefix.failure
-    if why is None:
+    began, found = time.perf_counter(), None
+    if prefix is None or prefix.failure is None:
         tp_group = loaded.tp_group if gathering is None else None
         row = partial(_prefill_row, loaded, prompts, reserves, prefix, pool, readings, gathering, last)
         found = attempt(row, tp_group, reads_stored=gathering is not None)
@@ -102,12 +102,13 @@ def prefill_packed(
                     loaded, prompts[some], reserve_tokens=reserves[some], readings=readings[some], **rest
                 )
             ]
-        assert prefix is not None, "others run as a slice"
+    assert prefix is not None, "others run as a slice"
+    why = prefix.failure or ""
+    if found is not None and found.cause == "stored":
+        why = prefix.failure = explain_unreadable(found.why)
+    elif found is not None:
         new = len(prompts[0]) - prefix.length
-        if found.cause == "memory":
-            why = f"not enough memory for its {prefix.length} stored tokens and {new} more: {found.why}"
-        else:
-            why = prefix.failure = explain_unreadable(found.why)
+        why = f"not enough memory for its {prefix.length} stored tokens and {new} more: {found.why}"
     facts: dict[str, Any] = {"error": why, "last": last, "known_tokens": prefix.length, "began_s": began}
     seconds = time.perf_counter() - began
     return [Prefill(_partition_of(ids, prefix, gathering), None, None, seconds, **facts) for ids in prompts]

@@ -22,7 +22,6 @@ from kvr_mpi.prefill.one_prompt import (
     Prefill,
     prefill_alone,
     prefill_kvr,
-    read_single,
     run_plain,
     wait_for_compute,
 )
@@ -233,9 +232,7 @@ class ChainRunner:
         session, reading = self.session, next(iter(self.session.readings_of([plan.prompt])), None)
         assert plan.partition is not None
         if session.spec.is_plain:
-            run = partial(run_plain, session.loaded.model, plan.prompt.ids, session.loaded.device)
-            if reading is not None:
-                run = partial(read_single, session.loaded, plan.prompt.ids, reading)
+            run = partial(run_plain, session.loaded, plan.prompt.ids, reading)
             return prefill_alone(session.loaded, plan.prompt.tokens, run, strategy=PLAIN, is_read=reading is not None)
         prefill = prefill_kvr(
             session.loaded,
