@@ -91,15 +91,16 @@ class PartialAttention:
 def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]:
     """Gather the parts of all ranks on every rank, with the log-sum-exp as one more element, for `merge_gathered`.
 
-    Every rank calls this. The log-sum-exp of a query is -inf on a rank without keys for it; the last rank has some.
+    Every rank calls this. The log-sum-exp of a query is -inf on a rank without keys for it; one rank must have some.
     """
     return all_gather(ranks, torch.cat([part.out, part.lse.unsqueeze(-1)], -1).contiguous())
 
 
 def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
     """Merge the result of `gather_parts` in a fixed order, so that all ranks get the same bits."""
-    parts = (PartialAttention(each[..., :-1], each[..., -1]) for each in reversed(gathered))
-    return functools.reduce(PartialAttention.merge, parts)
+    parts = torch.stack(gathered)
+    outs, lses = parts[..., :-1], parts[..., -1]
+    return PartialAttention((outs * lses.softmax(0).unsqueeze(-1)).sum(0), lses.logsumexp(0))
 
 
 def attend(

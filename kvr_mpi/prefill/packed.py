@@ -84,17 +84,19 @@ def prefill_packed(
             )
             for ids, reserve, reading in zip(prompts, reserves, readings or repeat(None, len(prompts)), strict=True)
         ]
-    began, found = time.perf_counter(), None
+    began, failure = time.perf_counter(), None
     if prefix is None or prefix.failure is None:
         tp_group = loaded.tp_group if gathering is None else None
         row = partial(_prefill_row, loaded, prompts, reserves, prefix, pool, readings, gathering, last)
         found = attempt(row, tp_group, reads_stored=gathering is not None)
         if not isinstance(found, Failure):
             return found
+        failure = found
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(prompts) > 1 and found.cause == "memory":
-            half, rest = len(prompts) // 2, {"prefix": prefix, "pool": pool, "gathering": gathering, "last": last}
+        if len(prompts) > 1 and failure.cause == "memory":
+            half = len(prompts) // 2
+            rest: Any = {"prefix": prefix, "pool": pool, "gathering": gathering, "last": last}
             return [
                 prefill
                 for some in (slice(None, half), slice(half, None))
@@ -104,11 +106,11 @@ def prefill_packed(
             ]
     assert prefix is not None, "others run as a slice"
     why = prefix.failure or ""
-    if found is not None and found.cause == "stored":
-        why = prefix.failure = explain_unreadable(found.why)
-    elif found is not None:
+    if failure is not None and failure.cause == "stored":
+        why = prefix.failure = explain_unreadable(failure.why)
+    elif failure is not None:
         new = len(prompts[0]) - prefix.length
-        why = f"not enough memory for its {prefix.length} stored tokens and {new} more: {found.why}"
+        why = f"not enough memory for its {prefix.length} stored tokens and {new} more: {failure.why}"
     facts: dict[str, Any] = {"error": why, "last": last, "known_tokens": prefix.length, "began_s": began}
     seconds = time.perf_counter() - began
     return [Prefill(_partition_of(ids, prefix, gathering), None, None, seconds, **facts) for ids in prompts]
