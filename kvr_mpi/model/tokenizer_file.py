@@ -51,11 +51,15 @@ def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any)
         if _sentencepiece_file(location) is not None and not (is_sentencepiece_available() and is_protobuf_available()):
             raise ModelError("tokenizer.model needs SentencePiece: `pip install sentencepiece protobuf`") from error
         raise
-    backend, file, config = (
-        getattr(tokenizer, "backend_tokenizer", None),
-        _file(location, "tokenizer.json"),
-        _file(location, "tokenizer_config.json"),
-    )
+    file, config = _file(location, "tokenizer.json"), _file(location, "tokenizer_config.json")
+    if type(tokenizer).__name__ == "MistralCommonBackend":  # transformers prefers it where mistral-common is installed
+        if file is None:
+            raise ModelError(
+                "its tokenizer is only tekken.json, which has no chat template; expected tokenizer.json and "
+                "chat_template.jinja beside it, as in the model's conversions to transformers' format"
+            )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(location, **options)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     said = {} if config is None else json.loads(config.read_text(encoding="utf-8"))
     may_differ_in_space = any(said.get(name) is not None for name in ABOUT_SPACES)
     if file is None and backend is not None and (pieces := _sentencepiece_file(location)) is not None:
