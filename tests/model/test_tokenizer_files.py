@@ -101,3 +101,14 @@ def test_the_tokenizer_of_mistral_common_gives_way_to_the_file(
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match="only tekken.json"):
         load_tokenizer(str(tmp_path), local_files_only=True)
+
+
+def test_a_folder_with_tekken_json_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **options: Any) -> None:
+        raise ImportError("MistralConverter requires the mistral-common library")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    (tmp_path / "tekken.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    with pytest.raises(ModelError, match="only tekken.json"):
+        load_tokenizer(str(tmp_path), local_files_only=True)
