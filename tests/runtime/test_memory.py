@@ -102,20 +102,21 @@ def test_ranks_that_only_read_a_document_hold_a_few_layers_of_it(ranks: int, mon
     loaded, partition, attend = deep(16), Partition.even(400, ranks), SliceLayer.attend
     prepare_model(loaded.model, chain=True)
     footprint = replace(footprint_of(loaded.model.config, loaded.dtype), keeps_kv=False)
-    held: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+    relays = [Relay(partition, rank) for rank in range(ranks)]
+    planned = [footprint.slice_bytes(each) - footprint.activation_bytes(400 // ranks) for each in relays]
+    held: list[list[int]] = [[] for _ in relays]
 
     def watched(layer: SliceLayer, *given: Any) -> torch.Tensor:
         slabs = (each.slab.nbytes for each in layer.cache.layers if each.slab is not None)
         held[layer.cache.relay.position].append(sum(slabs))
         return attend(layer, *given)
 
-    monkeypatch.setattr(SliceLayer, "attend", watched)
     how: Any = {"reading": Reading("mean"), "keeps": False}
-    run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(400), partition, rank, **how))
-    for rank, own in held.items():
-        relay = Relay(partition, rank)
-        planned = footprint.slice_bytes(relay) - footprint.activation_bytes(400 // ranks)
-        assert 0 < max(own) <= planned < relay.own[1] * loaded.shape.kv_bytes_per_token
+    with monkeypatch.context() as patch:
+        patch.setattr(SliceLayer, "attend", watched)
+        run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(400), partition, rank, **how))
+    for own, most, relay in zip(held, planned, relays, strict=True):
+        assert 0 < max(own) <= most < relay.own[1] * loaded.shape.kv_bytes_per_token
     with pytest.raises(DocumentError, match="more ranks would not help$"):
         check_fits(footprint, partition, [1] * ranks, 0)
 
