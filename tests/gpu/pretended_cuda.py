@@ -268,6 +268,7 @@ class PretendedCuda:
         self.ids = itertools.count(1)
         self.made = 0  # tensors
         self.kept: list[torch.Tensor] = []
+        self.emptied: list[torch.UntypedStorage] = []  # memory for keys and values, of which nobody else lets go
         self.untold: set[int] = set()  # grains of weights: they do not change
         self.faults: list[str] = []
         self.watches = True
@@ -494,7 +495,9 @@ class OnDevices(TorchFunctionMode):
             made = func(*args, **kwargs, device="cpu")
             if func in (torch.tensor, torch.as_tensor):
                 self.gpus.waits.add(func.__name__)
-            if func is not torch.empty:
+            if func is torch.empty:
+                self.gpus.emptied.append(made.untyped_storage())
+            else:
                 self.gpus.access(self.gpus.current_stream(device), set(), grains(made), func.__name__)
             return self.gpus.put(made, device)
         return func(*args, **kwargs)
