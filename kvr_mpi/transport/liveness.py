@@ -1,9 +1,10 @@
 """Deadlines for waiting on other ranks, so that a rank that hangs ends the job instead of using up its allocation.
 
 A launcher notices ranks that die, but not ranks that are stopped, or whose host or file system no longer responds. So
-each rank sends a heartbeat to the next rank of a ring. Some waits are long for good reasons, such as the merge of all
-results on rank 0, so heartbeats are checked, not the length of waits. A rank whose GPU hangs still sends heartbeats;
-the deadlines of `Forwarder` detect it.
+each rank sends a heartbeat to the next rank of a ring. A rank whose GPU hangs still sends heartbeats. So waits for
+tensors have deadlines, too: those of `Forwarder`, and in sums and gathers, in which ranks wait for each other in every
+layer, those of `MpiTransport`. Only control messages have none: these waits can be long for good reasons, such as the
+merge of all results on rank 0.
 """
 
 from __future__ import annotations
@@ -16,30 +17,11 @@ from typing import Any
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following, preceding
-from kvr_mpi.transport.base import FailedTogetherError, Transport
+from kvr_mpi.transport.base import LIMIT_S, FailedTogetherError, Patience, Transport
 from kvr_mpi.transport.mpi import MpiTransport
 
-# Seconds without a sign of life after which a rank counts as hung.
-LIMIT_S = 600.0
 BEAT_S = 5.0
-# A longer interval between two polls means that this process was stopped itself, or that its host was suspended.
-LONGEST_GAP_S = 10.0
 ALIVE, GOODBYE = 1, 0
-
-
-class Patience:
-    """Time waited, without the time in which this process did not run."""
-
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self.limit_s, self.waited_s = limit_s, 0.0
-        self._polled_s = time.monotonic()
-
-    def is_over(self) -> bool:
-        """Poll: whether the limit has been exceeded."""
-        now_s = time.monotonic()
-        self.waited_s += min(now_s - self._polled_s, LONGEST_GAP_S)
-        self._polled_s = now_s
-        return self.waited_s > self.limit_s
 
 
 class _Heartbeat:
@@ -94,11 +76,13 @@ def heartbeat(
 ) -> Iterator[None]:
     """Within the block, check that the previous rank is alive; every rank calls this.
 
+    limit_s : without a sign of life, and for the tensors of another rank.
     end : ends all ranks; called in a thread, with an error that names the rank.
     """
     if not isinstance(world, MpiTransport) or world.size == 1:
         yield
         return
+    world.limit_s = limit_s
     beats, with_others = _Heartbeat(world.comm.Dup(), end, limit_s, min(beat_s, limit_s / 10)), False
     try:
         yield

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import Request, Transport, as_bytes
+from kvr_mpi.transport.base import (
+    LIMIT_S,
+    FixedTag,
+    Request,
+    Transport,
+    WaitUntil,
+    as_bytes,
+    describe_message,
+    describe_wait,
+    poll,
+)
 from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import CRAY_GPU, library_version, loaded_libraries, thread_level
@@ -32,9 +44,10 @@ CHUNK_BYTES = 64 << 20
 # The largest tag that MPI guarantees.
 LEAST_TAG_UB = 32_767
 
-# A rank at a barrier polls this often without a pause, then sleeps PAUSE_S between polls.
-SPINS = 200
+# A rank that waits for control messages sleeps this long between polls. One that waits for a tensor polls without a
+# pause first, for 10 ms or more.
 PAUSE_S = 2e-4
+TENSOR_SPINS = 10_000
 # A launcher that ends the ranks drops output that it has not forwarded yet, so wait before an abort.
 LAST_WORDS_S = 0.5
 
@@ -212,14 +225,17 @@ class _Transfer:
     """A message in pieces.
 
     held : memory that MPI reads or writes until completion.
+    wait_until : waits with a deadline.
     sizes : for a receive, the expected bytes of each piece.
     """
 
-    def __init__(self, requests: list[Any], held: Sequence[torch.Tensor], sizes: list[int] | None = None) -> None:
+    def __init__(
+        self, requests: list[Any], held: Sequence[torch.Tensor], wait_until: WaitUntil, sizes: list[int] | None = None
+    ) -> None:
         from mpi4py import MPI
 
         self.requests, self.sizes = requests, sizes
-        self.held = held
+        self.held, self._wait_until = held, wait_until
         self.statuses = [MPI.Status() for _ in requests]
 
     def test(self) -> bool:
@@ -230,11 +246,7 @@ class _Transfer:
         return not self.requests
 
     def wait(self) -> None:
-        from mpi4py import MPI
-
-        if self.requests:
-            MPI.Request.Waitall(self.requests, self.statuses)
-            self._end()
+        self._wait_until(self.test)
 
     def _end(self) -> None:
         from mpi4py import MPI
@@ -252,14 +264,17 @@ class MpiTransport:
     """A `Transport` over an MPI communicator.
 
     direct : pass GPU memory to MPI, too; otherwise it is staged through host memory.
+    limit_s : deadline for waiting for a tensor of another rank, in sums, for example; control messages have none.
     """
 
     in_streams = False
 
-    def __init__(self, comm: Any, *, direct: bool = False, needs_progress: bool = False) -> None:
+    def __init__(
+        self, comm: Any, *, direct: bool = False, needs_progress: bool = False, limit_s: float = LIMIT_S
+    ) -> None:
         from mpi4py import MPI
 
-        self.comm, self._direct, self.needs_progress = comm, direct, needs_progress
+        self.comm, self._direct, self.needs_progress, self.limit_s = comm, direct, needs_progress, limit_s
         self._stagings: dict[torch.device, Staging] = {}
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
@@ -272,24 +287,37 @@ class MpiTransport:
         from mpi4py import MPI
 
         def start(*pieces: torch.Tensor) -> Request:
-            return _Transfer([self.comm.Isend([_buffer(each), MPI.BYTE], dest, tag) for each in pieces], pieces)
+            requests = [self.comm.Isend([_buffer(each), MPI.BYTE], dest, tag) for each in pieces]
+            return _Transfer(requests, pieces, wait_until)
 
-        pieces = _pieces(tensor)
+        pieces, wait_until = _pieces(tensor), partial(self._wait_until, tensor, dest, tag, receives=False)
         if not tensor.is_cuda:
             return start(*pieces)
-        return self._staging_for(tensor.device).send(pieces, dest, start, is_whole=received is not None)
+        return self._staging_for(tensor.device).send(pieces, dest, start, wait_until, is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         from mpi4py import MPI
 
         def start(*pieces: torch.Tensor) -> Request:
             requests = [self.comm.Irecv([_buffer(each), MPI.BYTE], source, tag) for each in pieces]
-            return _Transfer(requests, pieces, [each.nbytes for each in pieces])
+            return _Transfer(requests, pieces, wait_until, [each.nbytes for each in pieces])
 
-        pieces = _pieces(tensor)
+        pieces, wait_until = _pieces(tensor), partial(self._wait_until, tensor, source, tag, receives=True)
         if not tensor.is_cuda:
             return start(*pieces)
-        return self._staging_for(tensor.device).receive(pieces, source, start)
+        return self._staging_for(tensor.device).receive(pieces, source, start, wait_until)
+
+    def _wait_until(
+        self, tensor: torch.Tensor, peer: int, tag: int, done: Callable[[], bool], *, receives: bool
+    ) -> None:
+        """Wait for a message; raise a `TransportError` that names it and the other rank after `limit_s`."""
+
+        def describe(waited_s: float) -> str:
+            what = FixedTag(tag).name.lower().replace("_", " ") if tag in {*FixedTag} else "a message"
+            message = describe_message(what, tag, tensor.nbytes, peer, receives=receives)
+            return describe_wait(self, waited_s, f"{message} (KVR_PEER_TIMEOUT changes this limit)")
+
+        poll(done, self.limit_s, describe, spins=0 if tensor.is_cuda else TENSOR_SPINS)
 
     def _staging_for(self, device: torch.device) -> Staging:
         from kvr_mpi.transport.staging import Staging
@@ -330,7 +358,7 @@ class MpiTransport:
 
     def split(self, color: int) -> MpiTransport:
         part = self.comm.Split(color, self.rank)
-        return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress)
+        return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress, limit_s=self.limit_s)
 
     def abort(self, exit_code: int) -> None:
         from mpi4py import MPI
@@ -386,12 +414,8 @@ def _waits_for_sender(host: Any, peer: int, is_sender: bool, quiet_s: float) -> 
 
 
 def _wait_asleep(request: Any) -> None:
-    """Wait for a request; sleep between polls, to leave the core to other ranks."""
-    looks = 0
-    while not request.Test():
-        looks += 1
-        if looks > SPINS:
-            time.sleep(PAUSE_S)
+    """Wait for a request without a deadline; sleep between polls, to leave the core to other ranks."""
+    poll(request.Test, math.inf, str, pause_s=PAUSE_S)
 
 
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -14,17 +14,14 @@ its ring as soon as it is on the device, whatever later ranks do.
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvr_mpi.transport.base import Request
+from kvr_mpi.transport.base import Request, WaitUntil
 
-# Pause between polls of a rank that waits for a transfer.
-PAUSE_S = 5e-5
 # Pinned memory of a ring, at least the longest piece. Forwarders poll every millisecond, in which links move 50 MB.
 RING_BYTES = 256 << 20
 # Shorter pieces, such as those of decode steps, are pinned one by one, so that rings exist only between neighbors.
@@ -158,18 +155,28 @@ class Staging:
         self._receives = defaultdict[int, _Lane](lambda: _Lane(into, sends=False))
         self._lock = threading.Lock()  # the main thread and the forwarder's start transfers
 
-    def send(self, pieces: Sequence[torch.Tensor], dest: int, start: Start, *, is_whole: bool = False) -> Request:
+    def send(
+        self,
+        pieces: Sequence[torch.Tensor],
+        dest: int,
+        start: Start,
+        wait_until: WaitUntil,
+        *,
+        is_whole: bool = False,
+    ) -> Request:
         """Send a message once its stream has filled it.
 
         pieces : of its bytes, on the device.
         start : starts to send a piece that MPI can read.
+        wait_until : waits with a deadline.
         is_whole : the tensor was received, not computed, so the send waits for no stream.
         """
-        return self._post(self._sends[dest], pieces, start, None if is_whole else _mark())
+        return self._post(self._sends[dest], pieces, start, wait_until, None if is_whole else _mark())
 
-    def receive(self, pieces: Sequence[torch.Tensor], source: int, start: Start) -> Request:
+    def receive(self, pieces: Sequence[torch.Tensor], source: int, start: Start, wait_until: WaitUntil) -> Request:
         """Receive a message into device memory; `start` starts to receive a piece into memory that MPI can write."""
-        return self._post(self._receives[source], pieces, start, _mark())  # no earlier kernel uses the memory then
+        mark = _mark()  # no earlier kernel uses the memory then
+        return self._post(self._receives[source], pieces, start, wait_until, mark)
 
     def progress(self, lane: _Lane | None = None) -> None:
         """Progress one lane, by default all."""
@@ -177,8 +184,10 @@ class Staging:
             for each in (*self._sends.values(), *self._receives.values()) if lane is None else (lane,):
                 each.progress()
 
-    def _post(self, lane: _Lane, pieces: Sequence[torch.Tensor], start: Start, mark: Mark) -> Request:
-        transfer = StagedTransfer(self, lane, start, len(pieces))
+    def _post(
+        self, lane: _Lane, pieces: Sequence[torch.Tensor], start: Start, wait_until: WaitUntil, mark: Mark
+    ) -> Request:
+        transfer = StagedTransfer(self, lane, start, wait_until, len(pieces))
         with self._lock:
             for piece in pieces:
                 lane.post(_Piece(transfer, piece, mark, host=piece))
@@ -196,6 +205,7 @@ class StagedTransfer:
     staging: Staging
     lane: _Lane
     start: Start
+    wait_until: WaitUntil
     pieces: int
 
     def test(self) -> bool:
@@ -205,10 +215,12 @@ class StagedTransfer:
         return not self.pieces
 
     def wait(self) -> None:
-        while self.pieces:
-            self.staging.progress()
+        def is_through() -> bool:
             if self.pieces:
-                time.sleep(PAUSE_S)
+                self.staging.progress()
+            return not self.pieces
+
+        self.wait_until(is_through)
 
 
 def _is_passed(mark: Mark) -> bool:
