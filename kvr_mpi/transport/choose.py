@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvr_mpi.errors import TransportError
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport, measure_needs_progress
@@ -52,6 +53,7 @@ def open_transport(
     *,
     environ: Mapping[str, str] = os.environ,
     decodes_together: bool = False,
+    logger: RankLogger = SILENT,
 ) -> tuple[Transport, str]:
     """Choose, open and warm up the transport for tensors; every rank calls this.
 
@@ -77,6 +79,11 @@ def open_transport(
             why += "; in a background thread, since this MPI cannot copy from the memory of another process (CMA)"
     if device.type == "cuda" and name != "mpi":
         _expand_segments(environ)
+    elif device.type == "cuda":  # a library that cannot do it crashes here, without an error
+        logger.root.info(
+            "passing GPU memory to MPI for the first time: if the job ends without another message, this MPI cannot do "
+            "it; use parallel.transport = 'nccl' or 'staged'"
+        )
     warm_up(transport, device)
     return transport, f"transport: {name}: {why}"
 
