@@ -30,8 +30,6 @@ NAMES: tuple[TransportName, ...] = get_args(TransportName)
 # torch's variables, of which the second is the older one.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WARM_UP_BYTES = 1 << 20
-# NCCL's own variable, since 2.30. Ranks that share a GPU take turns, so a transfer waits for the other rank's turn.
-SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,6 @@ class _View:
     claims: bool | None  # whether MPI claims to accept GPU buffers
     claims_why: str
     has_nccl: bool
-    shares: bool = False  # whether `SHARES` is set
 
 
 def open_transport(
@@ -153,11 +150,11 @@ def _need_nccl(views: Sequence[_View]) -> None:
     if not all(view.has_nccl for view in views):
         raise TransportError("transport 'nccl': this torch was built without NCCL; use 'staged' or 'auto'")
     gpu, ranks = Counter(view.gpu for view in views).most_common(1)[0]
-    if ranks > 1 and not all(view.shares for view in views):
+    if ranks > 1:
         sharing = [rank for rank, view in enumerate(views) if view.gpu == gpu]
         raise TransportError(
             f"transport 'nccl': ranks {sharing} share one GPU, or have partitions (MIG) of one ({gpu}), which NCCL "
-            f"does not allow; start one rank per GPU, use 'staged', or set {SHARES}=1 for NCCL 2.30 or newer"
+            f"does not allow; start one rank per GPU, or use 'staged'"
         )
 
 
@@ -230,5 +227,4 @@ def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) ->
     claims, why = cuda_support(loaded_libraries(), environ) if isinstance(world, MpiTransport) else (None, "no MPI")
     board: Any = torch.cuda.get_device_properties(device)  # NCCL treats MIG partitions as one GPU
     place = f"{board.pci_domain_id:04x}:{board.pci_bus_id:02x}:{board.pci_device_id:02x}"
-    has_nccl, shares = torch.distributed.is_nccl_available(), environ.get(SHARES) == "1"
-    return _View("cuda", f"{socket.gethostname()} {place}", claims, why, has_nccl, shares)
+    return _View("cuda", f"{socket.gethostname()} {place}", claims, why, torch.distributed.is_nccl_available())
