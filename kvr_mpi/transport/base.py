@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-# Calls a function until it returns True; raises a `TransportError` at a deadline.
-WaitUntil = Callable[[Callable[[], bool]], None]
 
 SAME_FILES = "check that all nodes see the same files and the same installation"
 
@@ -45,11 +43,15 @@ LONGEST_GAP_S = 10.0
 SPINS, PAUSE_S = 200, 5e-5
 
 
-class Request(Protocol):
+class Pollable(Protocol):
     """A transfer in progress."""
 
     def test(self) -> bool:
         """Progress the transfer, and return whether it is complete."""
+
+
+class Request(Pollable, Protocol):
+    """A transfer that can be waited for."""
 
     def wait(self) -> None:
         """Wait until the transfer is complete; on a transport with `in_streams`, only the current stream waits."""

@@ -11,8 +11,8 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from kvr_mpi.transport.base import (
     FixedTag,
     Request,
     Transport,
-    WaitUntil,
     as_bytes,
     describe_message,
     describe_wait,
@@ -35,7 +34,7 @@ from kvr_mpi.transport.mpi_query import CRAY_GPU, library_version, loaded_librar
 if TYPE_CHECKING:
     import torch
 
-    from kvr_mpi.transport.staging import Staging
+    from kvr_mpi.transport.staging import StagedTransfer, Staging
 
 # Longer messages are sent in pieces, which fit into a ring of pinned memory (`staging`), and which Open MPI can send
 # (up to 2^31 - 1 bytes).
@@ -225,17 +224,14 @@ class _Transfer:
     """A message in pieces.
 
     held : memory that MPI reads or writes until completion.
-    wait_until : waits with a deadline.
     sizes : for a receive, the expected bytes of each piece.
     """
 
-    def __init__(
-        self, requests: list[Any], held: Sequence[torch.Tensor], wait_until: WaitUntil, sizes: list[int] | None = None
-    ) -> None:
+    def __init__(self, requests: list[Any], held: Sequence[torch.Tensor], sizes: list[int] | None = None) -> None:
         from mpi4py import MPI
 
         self.requests, self.sizes = requests, sizes
-        self.held, self._wait_until = held, wait_until
+        self.held = held
         self.statuses = [MPI.Status() for _ in requests]
 
     def test(self) -> bool:
@@ -244,9 +240,6 @@ class _Transfer:
         if self.requests and MPI.Request.Testall(self.requests, self.statuses):
             self._end()
         return not self.requests
-
-    def wait(self) -> None:
-        self._wait_until(self.test)
 
     def _end(self) -> None:
         from mpi4py import MPI
@@ -258,6 +251,36 @@ class _Transfer:
                 who = f"rank {status.Get_source()} (tag {status.Get_tag()})"
                 raise TransportError(f"expected {size} bytes from {who}, but received {found}")
         self.held = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A `Request` for a message to or from a rank, with a deadline for waits.
+
+    transfer : sends or receives it.
+    """
+
+    ranks: MpiTransport
+    transfer: _Transfer | StagedTransfer
+    nbytes: int
+    peer: int
+    tag: int
+    receives: bool
+
+    def test(self) -> bool:
+        return self.transfer.test()
+
+    def wait(self) -> None:
+        """Wait; raise a `TransportError` that names the message and the other rank after the limit."""
+        if isinstance(self.transfer, _Transfer):
+            poll(self.transfer.test, self.ranks.limit_s, self._describe, spins=TENSOR_SPINS)
+        else:
+            poll(self.transfer.advance, self.ranks.limit_s, self._describe, spins=0)
+
+    def _describe(self, waited_s: float) -> str:
+        what = FixedTag(self.tag).name.lower().replace("_", " ") if self.tag in {*FixedTag} else "a message"
+        message = describe_message(what, self.tag, self.nbytes, self.peer, receives=self.receives)
+        return describe_wait(self.ranks, waited_s, f"{message} (KVR_PEER_TIMEOUT changes this limit)")
 
 
 class MpiTransport:
@@ -286,38 +309,25 @@ class MpiTransport:
         """Start to send a contiguous tensor's bytes."""
         from mpi4py import MPI
 
-        def start(*pieces: torch.Tensor) -> Request:
-            requests = [self.comm.Isend([_buffer(each), MPI.BYTE], dest, tag) for each in pieces]
-            return _Transfer(requests, pieces, wait_until)
+        def start(*pieces: torch.Tensor) -> _Transfer:
+            return _Transfer([self.comm.Isend([_buffer(each), MPI.BYTE], dest, tag) for each in pieces], pieces)
 
-        pieces, wait_until = _pieces(tensor), partial(self._wait_until, tensor, dest, tag, receives=False)
-        if not tensor.is_cuda:
-            return start(*pieces)
-        return self._staging_for(tensor.device).send(pieces, dest, start, wait_until, is_whole=received is not None)
+        pieces, is_whole = _pieces(tensor), received is not None
+        staging = self._staging_for(tensor.device) if tensor.is_cuda else None
+        transfer = start(*pieces) if staging is None else staging.send(pieces, dest, start, is_whole=is_whole)
+        return _Message(self, transfer, tensor.nbytes, dest, tag, receives=False)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         from mpi4py import MPI
 
-        def start(*pieces: torch.Tensor) -> Request:
+        def start(*pieces: torch.Tensor) -> _Transfer:
             requests = [self.comm.Irecv([_buffer(each), MPI.BYTE], source, tag) for each in pieces]
-            return _Transfer(requests, pieces, wait_until, [each.nbytes for each in pieces])
+            return _Transfer(requests, pieces, [each.nbytes for each in pieces])
 
-        pieces, wait_until = _pieces(tensor), partial(self._wait_until, tensor, source, tag, receives=True)
-        if not tensor.is_cuda:
-            return start(*pieces)
-        return self._staging_for(tensor.device).receive(pieces, source, start, wait_until)
-
-    def _wait_until(
-        self, tensor: torch.Tensor, peer: int, tag: int, done: Callable[[], bool], *, receives: bool
-    ) -> None:
-        """Wait for a message; raise a `TransportError` that names it and the other rank after `limit_s`."""
-
-        def describe(waited_s: float) -> str:
-            what = FixedTag(tag).name.lower().replace("_", " ") if tag in {*FixedTag} else "a message"
-            message = describe_message(what, tag, tensor.nbytes, peer, receives=receives)
-            return describe_wait(self, waited_s, f"{message} (KVR_PEER_TIMEOUT changes this limit)")
-
-        poll(done, self.limit_s, describe, spins=0 if tensor.is_cuda else TENSOR_SPINS)
+        pieces = _pieces(tensor)
+        staging = self._staging_for(tensor.device) if tensor.is_cuda else None
+        transfer = start(*pieces) if staging is None else staging.receive(pieces, source, start)
+        return _Message(self, transfer, tensor.nbytes, source, tag, receives=True)
 
     def _staging_for(self, device: torch.device) -> Staging:
         from kvr_mpi.transport.staging import Staging

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvr_mpi.transport.base import Request, WaitUntil
+from kvr_mpi.transport.base import Pollable
 
 # Pinned memory of a ring, at least the longest piece. Forwarders poll every millisecond, in which links move 50 MB.
 RING_BYTES = 256 << 20
 # Shorter pieces, such as those of decode steps, are pinned one by one, so that rings exist only between neighbors.
 SMALL_BYTES = 1 << 20
 
-Start = Callable[[torch.Tensor], Request]
+Start = Callable[[torch.Tensor], Pollable]
 # A point in a stream; None: nothing to wait for.
 Mark = torch.cuda.Event | None
 
@@ -75,7 +75,7 @@ class _Piece:
     data: torch.Tensor
     mark: Mark
     host: torch.Tensor
-    request: Request | None = None
+    request: Pollable | None = None
 
 
 class _Lane:
@@ -156,27 +156,19 @@ class Staging:
         self._lock = threading.Lock()  # the main thread and the forwarder's start transfers
 
     def send(
-        self,
-        pieces: Sequence[torch.Tensor],
-        dest: int,
-        start: Start,
-        wait_until: WaitUntil,
-        *,
-        is_whole: bool = False,
-    ) -> Request:
+        self, pieces: Sequence[torch.Tensor], dest: int, start: Start, *, is_whole: bool = False
+    ) -> StagedTransfer:
         """Send a message once its stream has filled it.
 
         pieces : of its bytes, on the device.
         start : starts to send a piece that MPI can read.
-        wait_until : waits with a deadline.
         is_whole : the tensor was received, not computed, so the send waits for no stream.
         """
-        return self._post(self._sends[dest], pieces, start, wait_until, None if is_whole else _mark())
+        return self._post(self._sends[dest], pieces, start, None if is_whole else _mark())
 
-    def receive(self, pieces: Sequence[torch.Tensor], source: int, start: Start, wait_until: WaitUntil) -> Request:
+    def receive(self, pieces: Sequence[torch.Tensor], source: int, start: Start) -> StagedTransfer:
         """Receive a message into device memory; `start` starts to receive a piece into memory that MPI can write."""
-        mark = _mark()  # no earlier kernel uses the memory then
-        return self._post(self._receives[source], pieces, start, wait_until, mark)
+        return self._post(self._receives[source], pieces, start, _mark())  # no earlier kernel uses the memory then
 
     def progress(self, lane: _Lane | None = None) -> None:
         """Progress one lane, by default all."""
@@ -184,10 +176,8 @@ class Staging:
             for each in (*self._sends.values(), *self._receives.values()) if lane is None else (lane,):
                 each.progress()
 
-    def _post(
-        self, lane: _Lane, pieces: Sequence[torch.Tensor], start: Start, wait_until: WaitUntil, mark: Mark
-    ) -> Request:
-        transfer = StagedTransfer(self, lane, start, wait_until, len(pieces))
+    def _post(self, lane: _Lane, pieces: Sequence[torch.Tensor], start: Start, mark: Mark) -> StagedTransfer:
+        transfer = StagedTransfer(self, lane, start, len(pieces))
         with self._lock:
             for piece in pieces:
                 lane.post(_Piece(transfer, piece, mark, host=piece))
@@ -205,7 +195,6 @@ class StagedTransfer:
     staging: Staging
     lane: _Lane
     start: Start
-    wait_until: WaitUntil
     pieces: int
 
     def test(self) -> bool:
@@ -214,13 +203,11 @@ class StagedTransfer:
             self.staging.progress(self.lane)
         return not self.pieces
 
-    def wait(self) -> None:
-        def is_through() -> bool:
-            if self.pieces:
-                self.staging.progress()
-            return not self.pieces
-
-        self.wait_until(is_through)
+    def advance(self) -> bool:
+        """Progress all messages, as a rank that waits must, and return whether this one is complete."""
+        if self.pieces:
+            self.staging.progress()
+        return not self.pieces
 
 
 def _is_passed(mark: Mark) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,6 @@ from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.exactness import Continuation, allowed_error, continued, differences, error_share, first_difference
 from kvr_mpi.prefill.one_prompt import compute_prefix, prefill_kvr, prefill_single
 from kvr_mpi.transport import Transport, mpi, staging
-from kvr_mpi.transport.base import poll
 from kvr_mpi.transport.forwarder import Forwarder
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -273,10 +272,6 @@ class LateEvent:
     wait_event = synchronize = record
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    poll(done, 30.0, str)
-
-
 class Staged(Rendezvous):
     """Host memory is staged as if it were a GPU's, and pinned memory is counted."""
 
@@ -287,12 +282,11 @@ class Staged(Rendezvous):
     def isend(self, tensor: torch.Tensor, dest: int, tag: int, received: Any = None) -> Any:
         send = super().isend
         pieces = mpi._pieces(tensor)
-        start = lambda piece: send(piece, dest, tag)  # noqa: E731
-        return self.staging.send(pieces, dest, start, wait_until, is_whole=received is not None)
+        return self.staging.send(pieces, dest, lambda piece: send(piece, dest, tag), is_whole=received is not None)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         receive = super().irecv
-        return self.staging.receive(mpi._pieces(tensor), source, lambda piece: receive(piece, source, tag), wait_until)
+        return self.staging.receive(mpi._pieces(tensor), source, lambda piece: receive(piece, source, tag))
 
 
 @pytest.mark.parametrize("room", [1, pytest.param(2.5, marks=pytest.mark.long)])

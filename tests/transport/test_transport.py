@@ -225,7 +225,7 @@ def test_threads_start_each_piece_once_and_in_order(direct: bool, monkeypatch: p
     monkeypatch.setattr(staging, "_pinned", partial(torch.empty, dtype=torch.uint8))
     stages = staging.Staging(torch.device("cpu"), direct=direct)
     other = threading.Thread(target=stages.progress)
-    sent = stages.send([torch.tensor([number], dtype=torch.uint8) for number in range(3)], 1, Sent, lambda done: None)
+    sent = stages.send([torch.tensor([number], dtype=torch.uint8) for number in range(3)], 1, Sent)
     other.join()
     assert started == [0, 1, 2] and sent.test()
 
