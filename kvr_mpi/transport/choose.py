@@ -6,16 +6,14 @@ deliver wrong data. A run uses only one GPU transport, since two can deadlock.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.logs import SILENT, RankLogger
-from kvr_mpi.topology import following
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport, measure_needs_progress
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
@@ -163,17 +161,17 @@ def warm_up(transport: Transport, device: torch.device) -> None:
 
     Links connect neighbors in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
     rank also sends to the first, and measurements need answers. NCCL connects each direction of a pair while both
-    ranks wait (0.3 to 1 s), possibly for pending transfers, so pairs with different ranks connect at the same time
-    (`in_rounds`).
+    ranks wait (0.3 to 1 s), possibly for pending transfers, so all even ranks connect to the next rank at the same time,
+    then all odd ranks.
 
     Raises `TransportError` if a link corrupts data.
     """
     import torch
 
     size = transport.size
-    ring = {(one, following(one, size)) for one in range(size)} if size > 1 else set()
-    linked = sorted({(min(two), max(two)) for two in ring})
-    pairs = [two for low, high in in_rounds(linked) for two in ((low, high), (high, low))]
+    even, odd = ([(low, low + 1) for low in range(first, size - 1, 2)] for first in (0, 1))
+    ring = [*even, *odd, *([(0, size - 1)] if size > 2 else [])]
+    pairs = [two for low, high in ring for two in ((low, high), (high, low))]
     sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
     for one, other in pairs:
         if transport.rank == one:
@@ -182,21 +180,6 @@ def warm_up(transport: Transport, device: torch.device) -> None:
             found = torch.zeros_like(sent)
             transport.irecv(found, one, 0).wait()
             _check(found, sent, f"the link from rank {one} to rank {other}")
-
-
-def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Order pairs of ranks so that they can meet in few rounds, in each of which a rank meets one other.
-
-    A ring takes two or three rounds: even ranks with the next one, then odd ranks.
-    """
-    met: dict[int, set[int]] = defaultdict(set)  # by rank, its rounds
-    rounds: dict[tuple[int, int], int] = {}
-    for one, other in pairs:
-        number = next(number for number in itertools.count() if number not in met[one] | met[other])
-        rounds[one, other] = number
-        met[one].add(number)
-        met[other].add(number)
-    return sorted(rounds, key=rounds.__getitem__)
 
 
 def warm_up_sums(transport: Transport, device: torch.device) -> None:
