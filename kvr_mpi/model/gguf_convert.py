@@ -18,7 +18,7 @@ import numpy as np
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.gguf import GgufModel, GgufTensor
-from kvr_mpi.model.gguf_tokenizer import build_tokenizer, end_tokens, save_tokenizer
+from kvr_mpi.model.gguf_tokenizer import build_tokenizer, end_tokens
 from kvr_mpi.model.metadata import Metadata
 from kvr_mpi.model.shape import meta_model
 
@@ -115,7 +115,7 @@ def write_model(model: GgufModel, folder: Path) -> None:
     )
     with contextlib.redirect_stderr(io.StringIO()):  # hide the progress bar from the batch log
         built.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
+    tokenizer.save_pretrained(folder)
 
 
 def check_architecture(metadata: Metadata) -> str:

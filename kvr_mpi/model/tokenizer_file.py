@@ -32,7 +32,7 @@ OF_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
 def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any) -> Any:
     """Load a model's tokenizer; `options` are those of transformers' ``from_pretrained``.
 
-    is_converted : the files are made from a GGUF file, which has neither of the two; they are not compared.
+    is_converted : the files are made from a GGUF file, and are used as they are.
 
     Raises `ModelError` if it is not the tokenizer of ``tokenizer.json``, and no setting in tokenizer_config.json
     explains that.
@@ -40,11 +40,13 @@ def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
+    if is_converted:
+        return PreTrainedTokenizerFast.from_pretrained(location, **options)
     tokenizer = AutoTokenizer.from_pretrained(location, **options)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     settings = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
     file, config = (cached_file(location, name, **settings) for name in ("tokenizer.json", "tokenizer_config.json"))
-    if is_converted or backend is None or file is None or _has_parts_of(backend, Path(file)):
+    if backend is None or file is None or _has_parts_of(backend, Path(file)):
         return tokenizer
     said = {} if config is None else json.loads(Path(config).read_text(encoding="utf-8"))
     why = _difference(

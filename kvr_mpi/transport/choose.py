@@ -161,8 +161,8 @@ def warm_up(transport: Transport, device: torch.device) -> None:
 
     Links connect neighbors in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
     rank also sends to the first, and measurements need answers. NCCL connects each direction of a pair while both
-    ranks wait (0.3 to 1 s), possibly for pending transfers, so all even ranks connect to the next rank at the same time,
-    then all odd ranks.
+    ranks wait (0.3 to 1 s), possibly for pending transfers, so all even ranks connect to the next rank at the same
+    time, then all odd ranks.
 
     Raises `TransportError` if a link corrupts data.
     """
