@@ -6,6 +6,7 @@ Tensors are sent point to point, as the bytes of contiguous buffers. Control mes
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from enum import IntEnum
@@ -153,10 +154,12 @@ def poll(
     looks, patience = 0, Patience(limit_s)
     while not done():
         looks += 1
-        if looks > spins:
-            time.sleep(pause_s)
-            if patience.is_over():
-                raise TransportError(describe(patience.waited_s))
+        if looks <= spins:
+            os.sched_yield()  # with more ranks than cores, the other rank may need this core
+            continue
+        time.sleep(pause_s)
+        if patience.is_over():
+            raise TransportError(describe(patience.waited_s))
 
 
 def describe_wait(ranks: Transport, waited_s: float, what: str) -> str:

@@ -64,8 +64,7 @@ def weights_held(model: Any) -> int:
                 ("gemma2", 2),
                 ("mistral", 2),
                 ("deepseek-v2", 2),
-                ("glm4-moe-lite", 3),
-                ("gpt-oss", 6),
+                ("glm4-moe-lite", 2),
             ]
         ),
     ],
