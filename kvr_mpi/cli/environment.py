@@ -37,7 +37,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
 
 def read_peer_timeout(environ: Mapping[str, str] = os.environ) -> float:
     """Return the seconds without a sign of life from a rank after which the job ends."""
-    from kvr_mpi.transport.base import LIMIT_S
+    from kvr_mpi.transport.liveness import LIMIT_S
 
     value = environ.get("KVR_PEER_TIMEOUT", "")
     return float(value) if value.isdecimal() and int(value) > 0 else LIMIT_S

@@ -34,8 +34,8 @@ from kvr_mpi.runtime.prompt import Prompt
 from kvr_mpi.runtime.session import Session
 from kvr_mpi.topology import Rotation
 from kvr_mpi.transport import Transport
-from kvr_mpi.transport.base import LIMIT_S
 from kvr_mpi.transport.forwarder import Forwarder
+from kvr_mpi.transport.liveness import LIMIT_S
 
 # A rank waits for another up to this many times as long as one rank should take for all prompts of the wave, and on a
 # GPU no longer than MOST_GPU_WAIT_S. Without measured rates, a speed is assumed (operations per second).

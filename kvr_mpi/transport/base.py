@@ -6,8 +6,6 @@ Tensors are sent point to point, as the bytes of contiguous buffers. Control mes
 from __future__ import annotations
 
 import json
-import os
-import time
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -36,23 +34,12 @@ class FixedTag(IntEnum):
 
 FIRST_PROMPT_TAG = 16
 
-# Seconds without a sign of life from a rank, or of waiting for its message, after which it counts as hung.
-LIMIT_S = 600.0
-# A longer interval between two polls means that this process was stopped itself, or that its host was suspended.
-LONGEST_GAP_S = 10.0
-# A waiting rank polls this often without a pause, then sleeps between polls to free the core for other ranks.
-SPINS, PAUSE_S = 200, 5e-5
 
-
-class Pollable(Protocol):
+class Request(Protocol):
     """A transfer in progress."""
 
     def test(self) -> bool:
         """Progress the transfer, and return whether it is complete."""
-
-
-class Request(Pollable, Protocol):
-    """A transfer that can be waited for."""
 
     def wait(self) -> None:
         """Wait until the transfer is complete; on a transport with `in_streams`, only the current stream waits."""
@@ -122,44 +109,6 @@ class FailedTogetherError(KvrError):
     def __init__(self, exit_code: int, cause: Exception | None) -> None:
         super().__init__(str(cause or "another rank failed"))
         self.exit_code, self.cause = exit_code, cause
-
-
-class Patience:
-    """Time waited, without the time in which this process did not run."""
-
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self.limit_s, self.waited_s = limit_s, 0.0
-        self._polled_s = time.monotonic()
-
-    def is_over(self) -> bool:
-        """Poll: whether the limit has been exceeded."""
-        now_s = time.monotonic()
-        self.waited_s += min(now_s - self._polled_s, LONGEST_GAP_S)
-        self._polled_s = now_s
-        return self.waited_s > self.limit_s
-
-
-def poll(
-    done: Callable[[], bool],
-    limit_s: float,
-    describe: Callable[[float], str],
-    *,
-    spins: int = SPINS,
-    pause_s: float = PAUSE_S,
-) -> None:
-    """Call `done` until it returns True, without a pause for the first `spins` times.
-
-    Raises `TransportError` after `limit_s`; `describe` makes its text from the seconds waited.
-    """
-    looks, patience = 0, Patience(limit_s)
-    while not done():
-        looks += 1
-        if looks <= spins:
-            os.sched_yield()  # with more ranks than cores, the other rank may need this core
-            continue
-        time.sleep(pause_s)
-        if patience.is_over():
-            raise TransportError(describe(patience.waited_s))
 
 
 def describe_wait(ranks: Transport, waited_s: float, what: str) -> str:

@@ -69,7 +69,7 @@ def open_transport(
     elif isinstance(world, MpiTransport):
         on_cpus = world.size > 1 and any(view.device == "cpu" for view in views)
         needs_progress = on_cpus and measure_needs_progress(world)
-        transport = MpiTransport(world.comm, direct=name == "mpi", needs_progress=needs_progress, limit_s=world.limit_s)
+        transport = MpiTransport(world.comm, direct=name == "mpi", needs_progress=needs_progress, awaited=world.awaited)
         if needs_progress:
             why += "; in a background thread, since this MPI cannot copy from the memory of another process (CMA)"
     if device.type == "cuda" and name != "mpi":

@@ -23,14 +23,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvr_mpi.errors import TransportError
 from kvr_mpi.events import Events, Span
-from kvr_mpi.transport.base import LIMIT_S, Request, Transport, describe_message, describe_wait, poll
+from kvr_mpi.transport.base import Request, Transport, describe_message, describe_wait
+from kvr_mpi.transport.liveness import LIMIT_S, Patience
 from kvr_mpi.transport.nccl import write_last_messages
 
 if TYPE_CHECKING:
     import torch
 
 POLL_S = 1e-3
+# A waiting rank polls this often without a pause, then sleeps between polls to free the core for other ranks.
+SPINS = 200
+PAUSE_S = 5e-5
 
 
 @dataclass(slots=True, eq=False)
@@ -218,16 +223,16 @@ class Forwarder:
 
     def _until(self, done: Callable[[], bool], awaited: Transfer | None = None) -> None:
         """Progress the transfers until `done` returns True; `awaited` is the transfer that it waits for."""
-
-        def is_done() -> bool:
-            if done():
-                return True
+        looks, patience = 0, Patience(self.limit_s)
+        while not done():
+            if looks > SPINS:
+                time.sleep(PAUSE_S)
+                if patience.is_over():
+                    raise TransportError(self._describe_wait(patience, awaited))
             self.progress()
-            return False
+            looks += 1
 
-        poll(is_done, self.limit_s, lambda waited_s: self._describe_wait(waited_s, awaited))
-
-    def _describe_wait(self, waited_s: float, awaited: Transfer | None) -> str:
+    def _describe_wait(self, patience: Patience, awaited: Transfer | None) -> str:
         """Name the message that did not arrive: the one that is waited for, else the first of this rank's."""
         with self._lock:
             open_ = [awaited] if awaited is not None else [one for one in self._pending if not one.arrived]
@@ -240,7 +245,7 @@ class Forwarder:
             what = describe_message(of, first.tag, first.tensor.nbytes, peer, receives=kind == "receive")
         if self.transport.in_streams and (file := write_last_messages(self.transport.rank)):
             what += f"; the last messages of NCCL are in {file} (torchfrtrace reads it)"
-        return describe_wait(self.transport, waited_s, what)
+        return describe_wait(self.transport, patience.waited_s, what)
 
     def progress(self) -> None:
         """Progress all transfers, and forward received messages."""

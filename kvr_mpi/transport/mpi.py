@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -17,16 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import (
-    LIMIT_S,
-    FixedTag,
-    Request,
-    Transport,
-    as_bytes,
-    describe_message,
-    describe_wait,
-    poll,
-)
+from kvr_mpi.transport.base import FixedTag, Request, Transport, as_bytes, describe_message
 from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import CRAY_GPU, library_version, loaded_libraries, thread_level
@@ -34,7 +24,7 @@ from kvr_mpi.transport.mpi_query import CRAY_GPU, library_version, loaded_librar
 if TYPE_CHECKING:
     import torch
 
-    from kvr_mpi.transport.staging import StagedTransfer, Staging
+    from kvr_mpi.transport.staging import Staging
 
 # Longer messages are sent in pieces, which fit into a ring of pinned memory (`staging`), and which Open MPI can send
 # (up to 2^31 - 1 bytes).
@@ -43,10 +33,9 @@ CHUNK_BYTES = 64 << 20
 # The largest tag that MPI guarantees.
 LEAST_TAG_UB = 32_767
 
-# A rank that waits for control messages sleeps this long between polls. One that waits for a tensor polls without a
-# pause first, for 10 ms or more.
+# A rank at a barrier polls this often without a pause, then sleeps PAUSE_S between polls.
+SPINS = 200
 PAUSE_S = 2e-4
-TENSOR_SPINS = 10_000
 # A launcher that ends the ranks drops output that it has not forwarded yet, so wait before an abort.
 LAST_WORDS_S = 0.5
 
@@ -241,6 +230,13 @@ class _Transfer:
             self._end()
         return not self.requests
 
+    def wait(self) -> None:
+        from mpi4py import MPI
+
+        if self.requests:
+            MPI.Request.Waitall(self.requests, self.statuses)
+            self._end()
+
     def _end(self) -> None:
         from mpi4py import MPI
 
@@ -255,13 +251,10 @@ class _Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """A `Request` for a message to or from a rank, with a deadline for waits.
-
-    transfer : sends or receives it.
-    """
+    """A `Request` for a message to or from another rank."""
 
     ranks: MpiTransport
-    transfer: _Transfer | StagedTransfer
+    transfer: Request
     nbytes: int
     peer: int
     tag: int
@@ -271,33 +264,43 @@ class _Message:
         return self.transfer.test()
 
     def wait(self) -> None:
-        """Wait; raise a `TransportError` that names the message and the other rank after the limit."""
-        if isinstance(self.transfer, _Transfer):
-            poll(self.transfer.test, self.ranks.limit_s, self._describe, spins=TENSOR_SPINS)
-        else:
-            poll(self.transfer.advance, self.ranks.limit_s, self._describe, spins=0)
+        self.ranks.awaited.message = self
+        try:
+            self.transfer.wait()
+        finally:
+            self.ranks.awaited.message = None
 
-    def _describe(self, waited_s: float) -> str:
+    def describe(self) -> str:
         what = FixedTag(self.tag).name.lower().replace("_", " ") if self.tag in {*FixedTag} else "a message"
-        message = describe_message(what, self.tag, self.nbytes, self.peer, receives=self.receives)
-        return describe_wait(self.ranks, waited_s, f"{message} (KVR_PEER_TIMEOUT changes this limit)")
+        return describe_message(what, self.tag, self.nbytes, self.peer, receives=self.receives)
+
+
+@dataclass(slots=True)
+class Awaited:
+    """The message that a process waits for, which its heartbeat checks; None: none.
+
+    Waits for control messages are not checked, since they can be long for good reasons, such as the merge of all
+    results on rank 0.
+    """
+
+    message: _Message | None = None
 
 
 class MpiTransport:
     """A `Transport` over an MPI communicator.
 
     direct : pass GPU memory to MPI, too; otherwise it is staged through host memory.
-    limit_s : deadline for waiting for a tensor of another rank, in sums, for example; control messages have none.
+    awaited : of this process.
     """
 
     in_streams = False
 
     def __init__(
-        self, comm: Any, *, direct: bool = False, needs_progress: bool = False, limit_s: float = LIMIT_S
+        self, comm: Any, *, direct: bool = False, needs_progress: bool = False, awaited: Awaited | None = None
     ) -> None:
         from mpi4py import MPI
 
-        self.comm, self._direct, self.needs_progress, self.limit_s = comm, direct, needs_progress, limit_s
+        self.comm, self._direct, self.needs_progress, self.awaited = comm, direct, needs_progress, awaited or Awaited()
         self._stagings: dict[torch.device, Staging] = {}
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
@@ -309,7 +312,7 @@ class MpiTransport:
         """Start to send a contiguous tensor's bytes."""
         from mpi4py import MPI
 
-        def start(*pieces: torch.Tensor) -> _Transfer:
+        def start(*pieces: torch.Tensor) -> Request:
             return _Transfer([self.comm.Isend([_buffer(each), MPI.BYTE], dest, tag) for each in pieces], pieces)
 
         pieces, is_whole = _pieces(tensor), received is not None
@@ -320,7 +323,7 @@ class MpiTransport:
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         from mpi4py import MPI
 
-        def start(*pieces: torch.Tensor) -> _Transfer:
+        def start(*pieces: torch.Tensor) -> Request:
             requests = [self.comm.Irecv([_buffer(each), MPI.BYTE], source, tag) for each in pieces]
             return _Transfer(requests, pieces, [each.nbytes for each in pieces])
 
@@ -368,7 +371,7 @@ class MpiTransport:
 
     def split(self, color: int) -> MpiTransport:
         part = self.comm.Split(color, self.rank)
-        return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress, limit_s=self.limit_s)
+        return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress, awaited=self.awaited)
 
     def abort(self, exit_code: int) -> None:
         from mpi4py import MPI
@@ -424,8 +427,12 @@ def _waits_for_sender(host: Any, peer: int, is_sender: bool, quiet_s: float) -> 
 
 
 def _wait_asleep(request: Any) -> None:
-    """Wait for a request without a deadline; sleep between polls, to leave the core to other ranks."""
-    poll(request.Test, math.inf, str, pause_s=PAUSE_S)
+    """Wait for a request; sleep between polls, to leave the core to other ranks."""
+    looks = 0
+    while not request.Test():
+        looks += 1
+        if looks > SPINS:
+            time.sleep(PAUSE_S)
 
 
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -14,20 +14,23 @@ its ring as soon as it is on the device, whatever later ranks do.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from kvr_mpi.transport.base import Pollable
+from kvr_mpi.transport.base import Request
 
+# Pause between polls of a rank that waits for a transfer.
+PAUSE_S = 5e-5
 # Pinned memory of a ring, at least the longest piece. Forwarders poll every millisecond, in which links move 50 MB.
 RING_BYTES = 256 << 20
 # Shorter pieces, such as those of decode steps, are pinned one by one, so that rings exist only between neighbors.
 SMALL_BYTES = 1 << 20
 
-Start = Callable[[torch.Tensor], Pollable]
+Start = Callable[[torch.Tensor], Request]
 # A point in a stream; None: nothing to wait for.
 Mark = torch.cuda.Event | None
 
@@ -75,7 +78,7 @@ class _Piece:
     data: torch.Tensor
     mark: Mark
     host: torch.Tensor
-    request: Pollable | None = None
+    request: Request | None = None
 
 
 class _Lane:
@@ -155,9 +158,7 @@ class Staging:
         self._receives = defaultdict[int, _Lane](lambda: _Lane(into, sends=False))
         self._lock = threading.Lock()  # the main thread and the forwarder's start transfers
 
-    def send(
-        self, pieces: Sequence[torch.Tensor], dest: int, start: Start, *, is_whole: bool = False
-    ) -> StagedTransfer:
+    def send(self, pieces: Sequence[torch.Tensor], dest: int, start: Start, *, is_whole: bool = False) -> Request:
         """Send a message once its stream has filled it.
 
         pieces : of its bytes, on the device.
@@ -166,7 +167,7 @@ class Staging:
         """
         return self._post(self._sends[dest], pieces, start, None if is_whole else _mark())
 
-    def receive(self, pieces: Sequence[torch.Tensor], source: int, start: Start) -> StagedTransfer:
+    def receive(self, pieces: Sequence[torch.Tensor], source: int, start: Start) -> Request:
         """Receive a message into device memory; `start` starts to receive a piece into memory that MPI can write."""
         return self._post(self._receives[source], pieces, start, _mark())  # no earlier kernel uses the memory then
 
@@ -176,7 +177,7 @@ class Staging:
             for each in (*self._sends.values(), *self._receives.values()) if lane is None else (lane,):
                 each.progress()
 
-    def _post(self, lane: _Lane, pieces: Sequence[torch.Tensor], start: Start, mark: Mark) -> StagedTransfer:
+    def _post(self, lane: _Lane, pieces: Sequence[torch.Tensor], start: Start, mark: Mark) -> Request:
         transfer = StagedTransfer(self, lane, start, len(pieces))
         with self._lock:
             for piece in pieces:
@@ -203,11 +204,11 @@ class StagedTransfer:
             self.staging.progress(self.lane)
         return not self.pieces
 
-    def advance(self) -> bool:
-        """Progress all messages, as a rank that waits must, and return whether this one is complete."""
-        if self.pieces:
+    def wait(self) -> None:
+        while self.pieces:
             self.staging.progress()
-        return not self.pieces
+            if self.pieces:
+                time.sleep(PAUSE_S)
 
 
 def _is_passed(mark: Mark) -> bool:

@@ -12,7 +12,7 @@ from models import tiny
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.runtime import chain_runner
 from kvr_mpi.runtime.chain_runner import ChainRunner
-from kvr_mpi.transport.base import LIMIT_S
+from kvr_mpi.transport.liveness import LIMIT_S
 from kvr_mpi.transport.local import LocalTransport, run_local
 
 
