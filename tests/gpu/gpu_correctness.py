@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,7 @@ def pretrained_is_exact(given: Given) -> Figures:
 def quantised_is_exact(given: Given) -> Figures:
     """Folders of quantised weights, multiplied as they are stored, against the weights that they stand for."""
     sys.path.append(str(Path(__file__).parents[1]))
-    import made_folders
-
+    made_folders: Any = import_module("made_folders")
     found, width = dict[str, Any](), 64 if given.is_small else 512
     shape = made_folders.SMALL | {"hidden_size": width, "intermediate_size": 2 * width, "initializer_range": 0.05}
     for layout, package in LAYOUTS.items():
