@@ -43,7 +43,7 @@ class Record:
     error: str = stored("why it failed; after 'cannot be read now: ', the next start of the job tries it again", "")
     columns: str = stored("requested fields of the document's row (JSON)", "")
     answer: str = stored("its text", "")
-    token_ids: tuple[int, ...] = stored("tokens of the answer", ())
+    token_ids: tuple[int, ...] = stored("tokens of the reasoning and the answer", ())
     slices: tuple[int, ...] = stored("bounds of the prompt over the ranks (ranks + 1); the last prompt's, if split", ())
     logprobs: tuple[float, ...] = stored(
         "natural log-probabilities of token_ids, before temperature and penalties; null: minus infinity",
@@ -60,6 +60,7 @@ class Record:
     )
     text_logprob: float = stored("of the document: the sum over its scored tokens", 0.0, if_asked=True)
     scored_tokens: int = stored("of the document's text: all, or all but a prompt's first", 0, if_asked=True)
+    reasoning: str = stored("of a model that thinks before it answers", "", if_asked=True)
     samples: str = stored("all answers, if n > 1 (JSON list of objects); answer is the first", "", if_asked=True)
     copied: str = stored(
         "stretches of the answer that are copied from the document: start, stop, document_start and document_stop, in "
@@ -80,7 +81,7 @@ class Record:
     text_tokens: int = stored("tokens of the document's text, in all its prompts", 0, if_asked=True)
     dropped_tokens: int = stored("tokens of the text cut from a prompt that was too long", 0)
     new_tokens: int = stored("", 0)
-    finish_reason: str = stored("", "")
+    finish_reason: str = stored("stop, length or repetition; empty: no answer", "")
     strategy: str = stored("", "")
     ttft_s: float = stored(
         "from the chain's start on this prompt to its first token; of parts, the sum of their prefills", 0.0
@@ -162,7 +163,12 @@ class Record:
 
     @property
     def ended_early(self) -> str:
-        """Why an answer did not end by itself: ``length`` (`generation.max_new_tokens`) or ``repetition``; or empty."""
+        """Why an answer did not end by itself: ``length`` (`generation.max_new_tokens`) or ``repetition``; or empty.
+
+        ``reasoning``: it did not begin, either.
+        """
+        if self.reasoning and not self.answer:
+            return "reasoning"
         return self.finish_reason if self.new_tokens and self.finish_reason in ("length", "repetition") else ""
 
     @property
@@ -196,7 +202,7 @@ class Record:
 
     @property
     def sampled(self) -> list[dict[str, Any]]:
-        """All answers to the prompt if there are several: answer, token_ids, finish_reason and log-probabilities."""
+        """All answers to the prompt if there are several, with their token_ids, finish_reason and log-probabilities."""
         return self._read("samples", list)
 
     @property
@@ -239,6 +245,7 @@ COMPUTED = {"coverage": "float", "unsupported_count": "int", "copied_share": "fl
 LONG = (
     *ARRAYS,
     "answer",
+    "reasoning",
     "token_texts",
     "scores",
     "samples",
