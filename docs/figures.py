@@ -273,7 +273,7 @@ def _as_file(chart: Chart) -> str:
         legend.text(left + 17, height - 5, text)
         left += 45 + 6.2 * len(text)
     style = (
-        palette(0) + "svg{background:var(--page)}text{font:12px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
+        palette() + "svg{background:var(--page)}text{font:12px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
         ".loud{fill:var(--text)}.bold{font-weight:600}polyline{fill:none}"
     )
     parts = "".join([*drawing.parts, *legend.parts])

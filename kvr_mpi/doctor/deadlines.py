@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -21,24 +22,23 @@ from kvr_mpi.transport.base import FixedTag
 
 T = TypeVar("T")
 
-NAP_S = 0.002
 # After this time, waiting sleeps between polls: microseconds no longer matter.
-SPIN_S = 0.02
+SPIN_S, NAP_S = 0.02, 0.001
 
 
 class SilentError(TransportError):
     """A rank did not respond in time; communication with it is no longer reliable."""
 
 
-def wait_for(request: Request, timeout_s: float, who: str = "a message", asleep: bool = False) -> None:
-    """Wait for a transfer, spinning (to the microsecond) or sleeping; raise `SilentError` if it takes too long."""
+def wait_for(request: Request, timeout_s: float, who: str = "a message") -> None:
+    """Wait for a transfer, to the microsecond if it is short; raise `SilentError` if it takes too long."""
     began = time.monotonic()
     while not request.test():
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise SilentError(f"{who} did not arrive within {timeout_s:.0f} s")
-        if asleep or waited_s > SPIN_S:
-            time.sleep(NAP_S if asleep else NAP_S / 20)
+        if waited_s > SPIN_S:
+            time.sleep(NAP_S)
         else:
             os.sched_yield()  # with more ranks than cores, the peer may need this core
 
@@ -48,14 +48,14 @@ def wait_for_all(transport: Transport, timeout_s: float) -> None:
     token = torch.zeros(1, dtype=torch.uint8)
     if transport.rank:
         transport.isend(token, 0, FixedTag.MEETING)
-        wait_for(transport.irecv(torch.empty_like(token), 0, FixedTag.MEETING), timeout_s, "rank 0", asleep=True)
+        wait_for(transport.irecv(torch.empty_like(token), 0, FixedTag.MEETING), timeout_s, "rank 0")
         return
     others = range(1, transport.size)
     arrivals = {rank: transport.irecv(torch.empty_like(token), rank, FixedTag.MEETING) for rank in others}
     ends, missing = time.monotonic() + timeout_s, []
     for rank, arrival in arrivals.items():
         try:
-            wait_for(arrival, max(0.0, ends - time.monotonic()), asleep=True)
+            wait_for(arrival, max(0.0, ends - time.monotonic()))
         except SilentError:
             missing.append(rank)
     if missing:
@@ -76,20 +76,18 @@ def gather_tried(transport: Transport, work: Callable[[], Any], timeout_s: float
 
 def within(timeout_s: float, work: Callable[[], T], what: str) -> T:
     """Call a function that may never return, such as on a dead file system; raise `TimeoutError` after a while."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def body() -> None:
         try:
-            results.append(work())
+            outcome.set_result(work())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=body, daemon=True, name=what)
-    thread.start()
-    thread.join(timeout_s)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"{what} did not return within {timeout_s:.0f} s")
-    return results[0]
+    threading.Thread(target=body, daemon=True, name=what).start()
+    try:
+        return outcome.result(timeout_s)
+    except TimeoutError as error:
+        if outcome.done():
+            raise
+        raise TimeoutError(f"{what} did not return within {timeout_s:.0f} s") from error

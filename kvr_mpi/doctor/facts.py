@@ -34,7 +34,6 @@ class DeviceFacts:
     capability: tuple[int, int] = (0, 0)
     total_bytes: int = 0
     free_bytes: int = 0  # before this program allocates any
-    module_loading: str = ""  # CUDA_MODULE_LOADING
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,6 @@ def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
             capability=(properties.major, properties.minor) if properties else (0, 0),
             total_bytes=total,
             free_bytes=free,
-            module_loading=environ.get("CUDA_MODULE_LOADING", ""),
         )
 
     try:

@@ -78,20 +78,16 @@ def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as ranges: ``0-3, 8``."""
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Name ranks: ``rank 1``, ``ranks 0-3, 8``."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def ranks_text(numbers: Sequence[int]) -> str:
-    """Name ranks: ``rank 1``, ``ranks 0-3, 8``."""
-    return f"rank{'s' * (len(set(numbers)) != 1)} {number_ranges(numbers)}"
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return f"rank{'s' * (len(set(numbers)) != 1)} {text}"
 
 
 def some(names: Sequence[str], most: int = 4) -> str:

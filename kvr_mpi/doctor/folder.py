@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 import uuid
@@ -51,10 +52,11 @@ def check_folder(path: Path) -> list[Finding]:
     if not unchanged:
         remedy = "do not use this file system, and inform its administrators"
         return [fail("folder", f"{text}: an HDF5 file read back differs from what was written", remedy)]
-    return [
-        ok("folder", f"{text}: HDF5 file written, fsynced, renamed and read back"),
-        check_space(folder),
-    ]
+    free = shutil.disk_usage(folder).free
+    room = f"{free / 2**30:.1f} GiB free (quotas are not checked)"
+    remedy = "free some space, or choose another folder, especially for output.kv = true"
+    space = warn("space", room, remedy) if free < FEW_BYTES else ok("space", room)
+    return [ok("folder", f"{text}: HDF5 file written, fsynced, renamed and read back"), space]
 
 
 def write_and_read(folder: Path, stem: str) -> bool:
@@ -69,35 +71,28 @@ def write_and_read(folder: Path, stem: str) -> bool:
         path.unlink(missing_ok=True)
 
 
-def check_space(folder: Path) -> Finding:
-    """Check the free space."""
-    free = shutil.disk_usage(folder).free
-    text = f"{free / 2**30:.1f} GiB free (quotas are not checked)"
-    if free < FEW_BYTES:
-        return warn("space", text, "free some space, or choose another folder, especially for output.kv = true")
-    return ok("space", text)
-
-
 def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -> list[Finding]:
     """Write a token on rank 0 and read it on every rank; all ranks call this, and only rank 0 needs `facts`."""
-    name, token, error = f".kvr-doctor-{uuid.uuid4().hex}", uuid.uuid4().hex, ""
+    file, token = existing_folder(path) / f".kvr-doctor-{uuid.uuid4().hex}", uuid.uuid4().hex
 
     def in_time(work: Callable[[], T]) -> T:
         return within(DISK_TIMEOUT_S, work, f"reading and writing {path.absolute()}")
 
-    if transport.rank == 0:
-        try:
-            in_time(lambda: (existing_folder(path) / name).write_text(token))
-        except Exception as problem:
-            error = str(problem)
-    name, error = share_json(transport, (name, error))
-    if error:
-        return []  # `check_folder` has reported it already
+    def write() -> str:
+        """Write the token; empty if that fails, which `check_folder` has reported already."""
+        with contextlib.suppress(OSError):
+            in_time(lambda: file.write_text(token))
+            return file.name
+        return ""
+
+    name = share_json(transport, write() if transport.rank == 0 else None)
+    if not name:
+        return []
     try:
         tried = gather_tried(transport, lambda: in_time(lambda: read_token(path, name)), 2 * DISK_TIMEOUT_S)
     finally:
         if transport.rank == 0:
-            in_time(lambda: (existing_folder(path) / name).unlink(missing_ok=True))
+            in_time(lambda: file.unlink(missing_ok=True))
     if transport.rank:
         return []
     missing = [

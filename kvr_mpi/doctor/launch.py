@@ -7,6 +7,7 @@ that it begins, with their time limits, and its findings.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -61,7 +62,7 @@ class Reporter:
     def __init__(self) -> None:
         self._lines = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
-        self._released = threading.Event()
+        self._has_ended, self._is_released = False, threading.Event()
         threading.Thread(target=self._follow_parent, daemon=True).start()
 
     def step(self, check: str, timeout_s: float) -> None:
@@ -72,19 +73,21 @@ class Reporter:
         self._write({"findings": [asdict(finding) for finding in findings]})
 
     def end(self, lost: bool) -> None:
-        """Report the end; if ranks were lost, wait for the parent."""
+        """Report the end; if ranks were lost, wait until the parent has shown the report."""
+        self._has_ended = True
         self._write({"step": END, "lost": lost})
         if lost:
-            self._released.wait()
+            self._is_released.wait()
 
     def _write(self, message: object) -> None:
         self._lines.write(json.dumps(message) + "\n")
 
     def _follow_parent(self) -> None:
-        """End this process if the parent is gone; continue when the parent releases it."""
-        if not os.read(0, 1):
+        """Wait until the parent closes the pipe, or is gone, which ends this process before its own end."""
+        os.read(0, 1)
+        if not self._has_ended:
             os._exit(1)
-        self._released.set()
+        self._is_released.set()
 
 
 class Child:
@@ -92,7 +95,7 @@ class Child:
 
     findings, step : the findings that it wrote, and the last step that it began.
     problem : how it ended or hung in that step; empty if it finished all steps.
-    lost : whether ranks were lost, so that all ranks must be ended.
+    lost : whether ranks were lost; the process then ends all ranks at its `end`.
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], limit_s: float = START_TIMEOUT_S) -> None:
@@ -114,27 +117,19 @@ class Child:
             else:
                 self.problem = f"ends the process ({_how(self.end(LEAVE_TIMEOUT_S))})"
 
-    def release(self) -> None:
-        """Allow the process to end all ranks."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b".")
-
-    def end(self, limit_s: float | None = None) -> int | None:
-        """Wait for the process, kill it after a time limit, and return its exit code; None if it cannot be killed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        code = self._wait(LEAVE_TIMEOUT_S if limit_s is None else limit_s)
-        if code is None:
-            self._process.kill()
-            code = self._wait(KILL_TIMEOUT_S)
-        self._process.stdin.close()
-        self._process.stdout.close()
-        return code
-
-    def _wait(self, timeout_s: float) -> int | None:
+    def end(self, limit_s: float = LEAVE_TIMEOUT_S) -> int | None:
+        """Let the process end, or kill it after a time limit; return its exit code, None if it cannot be killed."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()
         try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+            for seconds in (limit_s, KILL_TIMEOUT_S):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(seconds)
+                process.kill()
+        finally:
+            process.stdout.close()
+        return None
 
 
 def diagnose(
@@ -175,9 +170,7 @@ def diagnose(
         if bad:
             print(f"kvr doctor: rank {rank}: {bad}", file=sys.stderr, flush=True)
         time.sleep(pause_s)
-    if child.lost:
-        child.release()  # only after the report: the launcher may then end this process, too
-    child.end()
+    child.end()  # only after the report: if ranks were lost, the launcher may then end this process, too
     return code
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -29,6 +30,10 @@ from kvr_mpi.transport.mpi import connect, launched_rank, launched_size
 
 JOIN_TIMEOUT_S = 120.0
 STEP_TIMEOUT_S = 60.0
+SILENT_REMEDY = (
+    "check the hosts of these ranks and the network between them; start on fewer hosts to find the faulty one. The "
+    "checks after this one did not run"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +53,12 @@ class Scene:
     gpus: Sequence[int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckStep:
-    """One step: its subject, its function, and whether all ranks take part."""
-
-    check: str
-    work: Callable[[Scene], list[Finding]]
-    together: bool = False
-
-
 def _launcher(scene: Scene) -> list[Finding]:
     return [scene.launch] if scene.launch else ranks.check_launcher(scene.facts, launched_size(scene.environ))
+
+
+def _devices(scene: Scene) -> list[Finding]:
+    return devices.check_devices(scene.facts, scene.request.share_gpu) + devices.check_abilities(scene.facts)
 
 
 def _folder(scene: Scene) -> list[Finding]:
@@ -75,9 +75,12 @@ def _scheduler(scene: Scene) -> list[Finding]:
     return ranks.check_scheduler(scene.environ, size, hosts, time.time())
 
 
+def _shared_folder(scene: Scene) -> list[Finding]:
+    return folder.check_shared(scene.transport, scene.request.output_dir, scene.facts)
+
+
 def _links(scene: Scene) -> list[Finding]:
     transport, request = scene.transport, scene.request
-    wait_for_all(transport, request.patience_s)
     if transport.size == 1:
         return []
     gpu = scene.gpus[transport.rank]
@@ -90,28 +93,10 @@ def _links(scene: Scene) -> list[Finding]:
     return links.check_links(tried, scene.hosts, scene.gpus[0] is not None) if transport.rank == 0 else []
 
 
-def _shared_folder(scene: Scene) -> list[Finding]:
-    wait_for_all(scene.transport, scene.request.patience_s)
-    return folder.check_shared(scene.transport, scene.request.output_dir, scene.facts)
-
-
-def _still_here(scene: Scene) -> list[Finding]:
-    """Check that no rank was lost, since MPI_Finalize would wait for it forever."""
-    wait_for_all(scene.transport, scene.request.patience_s)
-    return []
-
-
-# Those that need all ranks come last: none follows once a rank is lost.
-STEPS = (
-    CheckStep("launcher", _launcher),
-    CheckStep("devices", lambda scene: devices.check_devices(scene.facts, scene.request.share_gpu)),
-    CheckStep("devices", lambda scene: devices.check_abilities(scene.facts)),
-    CheckStep("folder", _folder),
-    CheckStep("scheduler", _scheduler),
-    CheckStep("shared folder", _shared_folder, together=True),
-    CheckStep("links", _links, together=True),
-    CheckStep("ranks", _still_here, together=True),
-)
+# Rank 0 makes the first checks alone. None of the others follows once a rank is lost; the last one only notices that,
+# since MPI_Finalize would wait for the rank forever.
+ALONE = {"launcher": _launcher, "devices": _devices, "folder": _folder, "scheduler": _scheduler}
+TOGETHER = {"shared folder": _shared_folder, "links": _links, "ranks": lambda scene: list[Finding]()}
 
 
 def examine(
@@ -121,41 +106,53 @@ def examine(
     reporter: Reporter,
     launch: Finding | None = None,
 ) -> bool:
-    """Run all steps on this rank; rank 0 reports the findings.
+    """Run all checks on this rank; rank 0 reports the findings.
 
     launch : why the ranks could not be connected; this rank is then examined alone, without calling MPI.
 
     Returns whether all ranks still respond, so that MPI_Finalize will not hang.
     """
-
-    def report(findings: list[Finding]) -> None:
-        if transport.rank == 0 and findings:
-            reporter.findings(findings)
-
-    reporter.step("ranks", 2 * request.patience_s)
     in_order = True
-    try:
-        facts = _gather_facts(transport, request, environ, launch is None)
-        places = share_json(transport, [(one.host, one.device.index) for one in facts])
-    except SilentError as error:
-        in_order, facts = False, [look_at_rank(transport.rank, 0, environ, launch is None)]
-        places = [(facts[0].host, facts[0].device.index)]
-        report([_silent("ranks", error)])
-    hosts, gpus = zip(*places, strict=True)
-    scene = Scene(transport, request, environ, facts, launch, hosts, gpus)
-    for step in STEPS:
-        if step.together and not in_order:
-            break
-        reporter.step(step.check, STEP_TIMEOUT_S + 2 * request.patience_s + links.LIMITS * request.timeout_s)
+
+    def attempt(check: str, work: Callable[[], list[Finding]]) -> None:
+        """Run one check, and report what it finds, also if it fails itself."""
+        nonlocal in_order
+        reporter.step(check, STEP_TIMEOUT_S + 2 * request.patience_s + links.LIMITS * request.timeout_s)
         try:
-            report(step.work(scene) if step.together or transport.rank == 0 else [])
+            found = work()
         except SilentError as error:
-            in_order = False
-            report([_silent(step.check, error)])
+            in_order, found = False, [fail(check, str(error), SILENT_REMEDY)]
         except Exception as error:
             text = f"the check itself failed: {type(error).__name__}: {error}"
-            report([fail(step.check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")])
+            found = [fail(check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")]
+        if transport.rank == 0 and found:
+            reporter.findings(found)
+
+    facts, places = list[RankFacts](), list[tuple[str, int | None]]()
+
+    def gather() -> list[Finding]:
+        facts.extend(_gather_facts(transport, request, environ, launch is None))
+        places.extend(share_json(transport, [(one.host, one.device.index) for one in facts]))
+        return []
+
+    attempt("ranks", gather)
+    if not in_order:  # this rank is examined alone
+        facts = [look_at_rank(transport.rank, 0, environ, launch is None)]
+        places = [(facts[0].host, facts[0].device.index)]
+    hosts, gpus = zip(*places, strict=True)
+    scene = Scene(transport, request, environ, facts, launch, hosts, gpus)
+    for check, work in ALONE.items() if transport.rank == 0 else ():
+        attempt(check, partial(work, scene))
+    for check, work in TOGETHER.items():
+        if in_order:
+            attempt(check, partial(_meet, scene, work))
     return in_order
+
+
+def _meet(scene: Scene, work: Callable[[Scene], list[Finding]]) -> list[Finding]:
+    """Run a check in which all ranks take part."""
+    wait_for_all(scene.transport, scene.request.patience_s)
+    return work(scene)
 
 
 def _gather_facts(
@@ -176,14 +173,6 @@ def _gather_facts(
         else RankFacts(rank, "an unknown host", DeviceFacts(error=one["error"]), None)
         for rank, one in enumerate(gather_tried(transport, look, request.patience_s))
     ]
-
-
-def _silent(check: str, error: SilentError) -> Finding:
-    remedy = (
-        "check the hosts of these ranks and the network between them; start on fewer hosts to find the faulty one. The "
-        "checks after this one did not run"
-    )
-    return fail(check, str(error), remedy)
 
 
 def main(request: DoctorOptions, launch: Finding | None, environ: Mapping[str, str]) -> None:
