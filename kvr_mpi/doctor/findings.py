@@ -11,7 +11,8 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, counted, pri
 CheckStatus = Literal["ok", "warn", "fail"]
 
 # A failure in one of these means that the ranks cannot communicate.
-TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "links"})
+TRANSPORT_CHECKS = frozenset({"launcher", "links"})
+WIDTH = len("shared folder")  # the longest name of a check
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,18 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def to_lines(findings: Sequence[Finding]) -> list[str]:
-    """Return the report as lines: each finding, followed by its remedy."""
-    width = max((len(one.check) for one in findings), default=0)
-    lines = []
-    for one in findings:
-        lines.append(f"{one.status:4}  {one.check:{width}}  {_one_line(one.found)}")
-        if one.remedy:
-            lines.append(f"{'':{6 + width}}  remedy: {_one_line(one.remedy)}")
+def to_text(one: Finding) -> str:
+    """Return a finding as a line, followed by its remedy."""
+    lines = [f"{one.status:4}  {one.check:{WIDTH}}  {_one_line(one.found)}"]
+    if one.remedy:
+        lines.append(f"{'':{6 + WIDTH}}  remedy: {_one_line(one.remedy)}")
+    return "\n".join(lines)
+
+
+def count_line(findings: Sequence[Finding]) -> str:
+    """Count the findings by status."""
     counts = {status: sum(one.status == status for one in findings) for status in ("ok", "warn", "fail")}
-    lines.append(f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counts['fail']} failed")
-    return lines
+    return f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counts['fail']} failed"
 
 
 def _one_line(text: str) -> str:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvr_mpi.doctor.deadlines import wait_for
 from kvr_mpi.doctor.findings import Finding, fail, warn
-from kvr_mpi.errors import counted
-from kvr_mpi.transport import Transport
+from kvr_mpi.errors import TransportError, counted
+from kvr_mpi.transport import Request, Transport, gather_json
 from kvr_mpi.transport.links import Effort, measure_links
 
-# Time limit of a whole measurement, as a multiple of the limit of a message.
-LIMITS = 6
+# Limit for a message to arrive; the neighbor may be waiting for its other neighbor.
+TIMEOUT_S = 40.0
+# After this time, waiting sleeps between polls: microseconds no longer matter.
+SPIN_S, NAP_S = 0.02, 0.001
+EFFORT = Effort(rounds=200)
 # A link is slow if it has less than a third of the others' bandwidth, or ten times their latency.
 SLOW_BANDWIDTH, SLOW_LATENCY = 1 / 3, 10.0
 
@@ -23,16 +28,41 @@ NETWORK_REMEDY = "try another network for this MPI (UCX_TLS, FI_PROVIDER, OMPI_M
 HOST_REMEDY = "check the cores that its ranks are bound to, their network card, and other users of the host; try again"
 
 
+def check_chain(transport: Transport, hosts: Sequence[str], gpus: Sequence[int | None]) -> list[Finding]:
+    """Measure the links of all ranks, from the memory of their GPUs if they have some; every rank calls this."""
+    gpu = gpus[transport.rank]
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    tried: dict[str, Any] = {}
+    try:
+        tried["value"] = measure_chain(transport, device)
+    except Exception as error:  # the others must not wait for this rank
+        tried["error"] = f"{type(error).__name__}: {error}"
+        print(f"kvr doctor: rank {transport.rank}: {tried['error']}", file=sys.stderr, flush=True)
+    found = gather_json(transport, tried)
+    return [] if transport.rank else check_links(found, hosts, gpu is not None)
+
+
 def measure_chain(
-    transport: Transport, device: torch.device, effort: Effort, timeout_s: float
+    transport: Transport, device: torch.device, effort: Effort | None = None, timeout_s: float = TIMEOUT_S
 ) -> dict[str, Any] | None:
     """Measure this rank's link to the next rank; every rank calls this.
 
-    Returns ``latency_us``, ``gigabytes_per_s`` and ``intact``; None on the last rank. Raises `SilentError` if a
+    Returns ``latency_us``, ``gigabytes_per_s`` and ``intact``; None on the last rank. Raises `TransportError` if a
     neighbor does not respond in time.
     """
-    # Twice as long, since the neighbor may be waiting for its other neighbor.
-    link = measure_links(transport, device, effort, lambda request, who: wait_for(request, 2 * timeout_s, who))
+
+    def wait(request: Request, who: str) -> None:
+        began = time.monotonic()
+        while not request.test():
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                raise TransportError(f"{who} did not arrive within {timeout_s:.0f} s")
+            if waited_s > SPIN_S:
+                time.sleep(NAP_S)
+            else:
+                os.sched_yield()  # with more ranks than cores, the peer may need this core
+
+    link = measure_links(transport, device, effort or EFFORT, wait)
     if link is None:
         return None
     latency_us, gigabytes_per_s = round(link.latency_s * 1e6, 2), round(link.bytes_per_s / 1e9, 3)
