@@ -81,6 +81,7 @@ class Totals:
     texts: list[int] = field(default_factory=list)  # tokens in the text of each answered document
     prompts: int = 0  # answered prompts: several for a document in parts
     partly_seen: int = 0  # answers whose coverage is below 1
+    unanswered: int = 0  # answers without text, since max_new_tokens ended the model's reasoning
     cut_off: int = 0  # answers that ended at max_new_tokens
     repeated: int = 0  # answers that were ended since they repeated themselves
 

@@ -44,6 +44,7 @@ path = [{corpus}]  # folders, globs or files: .txt .md .jsonl .csv .parquet
 [prompt]
 template = {template}
 # system = "You write accurate summaries."  # needs a model with a chat template
+{thinking_mark}template_args = {{enable_thinking = false}}  # reasoning models: answer at once
 too_long = "split"        # longer than the context: answer parts, then combine; or keep-head, error
 
 [generation]
@@ -120,11 +121,12 @@ def init(
         "id_field": id_field,
         "output": output or f"runs/{job.stem}",
     }
-    parameters, penalty = _parameters(model), _own_penalty(model)
+    parameters, penalty, template = _parameters(model), _own_penalty(model), _chat_template(model)
     is_small = parameters is not None and parameters < SMALL
     marks = {
         "max_new_tokens": str(_answer_tokens(ask)),
         "penalty_mark": "" if is_small and penalty is None else "# ",
+        "thinking_mark": "" if "enable_thinking" in template else "# ",
     }
     text, spec = _write(job, wanted, {**marks, **_allow_failures(0, 0, whole=True)})
     check_job(spec, 1, offline=is_offline())
@@ -210,6 +212,24 @@ def _parameters(model: str) -> float | None:
         return sum(file.stat().st_size for file in source.path.glob("*.safetensors")) / FOLDER_BYTES or None
     except (KvrError, OSError):  # reported by the checks
         return None
+
+
+def _chat_template(model: str) -> str:
+    """Return the text that contains a model's chat template; empty if there is none, or the model is on the hub."""
+    from kvr_mpi.errors import KvrError
+    from kvr_mpi.model import find_model
+    from kvr_mpi.model.gguf import read_gguf
+
+    try:
+        source = find_model(model)
+        if source.is_hub:
+            return ""
+        if source.gguf_file is not None:
+            return str(read_gguf(source.path, keeps=()).metadata.get("tokenizer.chat_template", ""))
+        files = (source.path / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+        return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    except (KvrError, OSError, ValueError):  # reported by the checks
+        return ""
 
 
 def _own_penalty(model: str) -> object:

@@ -40,7 +40,7 @@ def inspect(path: Path, document: str | None, as_json: bool, errors: bool) -> No
 
 
 def _show_run(path: Path, as_json: bool) -> None:
-    from kvr_mpi.report.table import cut_off_line, print_summary, repeated_line, rows_of
+    from kvr_mpi.report.table import ending_lines, print_summary, rows_of
     from kvr_mpi.store.results import open_results
 
     results = open_results(path, partial=True)
@@ -60,7 +60,6 @@ def _show_run(path: Path, as_json: bool) -> None:
         return
     rows = list(rows_of(results))
     ends = Counter(record.ended_early for record in results.records("done"))
-    cut, repeated = ends["length"], ends["repetition"]
     click.echo(f"model     {header.model['name']} ({header.model['architecture']}, {header.model['dtype']})")
     click.echo(f"software  {', '.join(f'{name} {version}' for name, version in versions.items())}")
     compress = header.identity.get("compress")
@@ -71,10 +70,8 @@ def _show_run(path: Path, as_json: bool) -> None:
         click.echo(f"cache     {cache}")
     if results.costs:
         click.echo(f"cost      {results.cost.describe(summary.done)}")
-    if cut:
-        click.echo(f"cut off   {cut_off_line(cut, summary.done)}")
-    if repeated:
-        click.echo(f"repeated  {repeated_line(repeated, summary.done)}")
+    for heading, line in ending_lines(ends, summary.done):
+        click.echo(f"{heading:9} {line}")
     for line in results.missing:
         click.echo(f"missing   {line}")
     click.echo()

@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import BatchEntry, Group
 from kvr_mpi.decode.lookup import Candidate, Decoded, Lookup
+from kvr_mpi.decode.reasoning import reasoning_format
 from kvr_mpi.decode.repetition import NO_PENALTIES, Penalties
 from kvr_mpi.decode.sampling import DecodeSequence, SamplingParams, ends_of
 from kvr_mpi.decode.scoring import Score, score_continuations
@@ -83,6 +84,7 @@ class DecodeBatch:
             in_group=loaded.tp_group is not None,
             penalties=penalties,
             stop_repetition=stop_repetition,
+            reasoning=reasoning_format(loaded.tokenizer),
         )
         self._adapted = functools.lru_cache(KEPT_RULES)(self._rules.adapted)
         self._waiting: list[BatchEntry] = []  # for `begin`, with their first token

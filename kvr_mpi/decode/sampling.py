@@ -31,6 +31,7 @@ from transformers import (
 
 from kvr_mpi.decode.grammar import Grammars, SchemaProcessor
 from kvr_mpi.decode.logprobs import LogprobTrace, TokenLogprobs
+from kvr_mpi.decode.reasoning import ReasoningFormat
 from kvr_mpi.decode.repetition import (
     NO_PENALTIES,
     TOKENS_PER_CHECK,
@@ -80,13 +81,14 @@ class Answer:
     """A generated answer."""
 
     token_ids: tuple[int, ...]  # without the end-of-text token
-    text: str
+    text: str  # without the reasoning
     finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens; "repetition": endless
     seconds: float  # wall time from the first logits to the last token
     steps: int = 0  # of the model, after that on the prompt
     logprobs: TokenLogprobs | None = None  # of its tokens, if they are requested
     scores: tuple[Score, ...] = ()  # of given continuations
     samples: tuple[Answer, ...] = ()  # all answers, this one first, if there is more than one
+    reasoning: str = ""  # of a model that thinks first
 
     @property
     def new_tokens(self) -> int:
@@ -174,6 +176,7 @@ class SamplingParams:
     json_schema : JSON schema that the answer follows, as text, or None.
     in_group : a tensor-parallel group of ranks chooses the same tokens.
     stop_repetition : end answers that repeat themselves endlessly.
+    reasoning : how the model marks its reasoning; None if it belongs to the answer.
     """
 
     model: Any
@@ -187,6 +190,7 @@ class SamplingParams:
     in_group: bool = False
     penalties: Penalties = NO_PENALTIES
     stop_repetition: bool = False
+    reasoning: ReasoningFormat | None = None
 
     def __post_init__(self) -> None:
         self.ends = ends_of(self.config)
@@ -223,6 +227,8 @@ class SamplingParams:
             max_new_tokens=self.max_new_tokens if own.max_new_tokens is None else own.max_new_tokens,
             top_logprobs=None if own.top_logprobs == -1 else own.top_logprobs,
             json_schema=own.json_schema or None,
+            # A schema holds from the first token on.
+            reasoning=None if own.keep_reasoning or own.json_schema else self.reasoning,
             penalties=Penalties(
                 self.penalties.frequency if own.frequency_penalty is None else own.frequency_penalty,
                 self.penalties.presence if own.presence_penalty is None else own.presence_penalty,
@@ -463,14 +469,20 @@ class DecodeSequence:
     def _finished(self) -> Answer:
         """Return the finished answer, cut before its first stop string."""
         assert self.finish_reason is not None
-        text = self._rules.tokenizer.decode(self.token_ids, skip_special_tokens=True) if self.token_ids else ""
+        rules = self._rules
+        if rules.reasoning is None:
+            reasoning, text = "", rules.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+        else:
+            is_open = rules.reasoning.is_open(rules.tokenizer, self._ids[: self._prompt_tokens].tolist())
+            reasoning, text = rules.reasoning.split(rules.tokenizer, self.token_ids, is_open=is_open)
         return Answer(
             token_ids=tuple(self.token_ids),
-            text=text[: self._rules.find_stop(text)],
+            text=text[: rules.find_stop(text)],
+            reasoning=reasoning[: rules.find_stop(reasoning)],
             finish_reason=self.finish_reason,
             seconds=time.perf_counter() - self._began,
             steps=self.steps,
-            logprobs=None if self._trace is None else self._trace.finish(self._rules.tokenizer, self.token_ids),
+            logprobs=None if self._trace is None else self._trace.finish(rules.tokenizer, self.token_ids),
             scores=self.scores,
         )
 

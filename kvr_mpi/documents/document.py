@@ -35,6 +35,7 @@ class OwnGeneration:
     score : continuations to score instead of generating an answer.
     n : number of answers to one prompt.
     json_schema : JSON schema that the answer follows, as text; empty: none.
+    keep_reasoning : the answer contains the reasoning of a model that thinks first.
     """
 
     max_new_tokens: int | None = None
@@ -51,6 +52,7 @@ class OwnGeneration:
     score: tuple[str, ...] | None = None
     n: int | None = None
     json_schema: str | None = None
+    keep_reasoning: bool | None = None
 
     def over(self, job: OwnGeneration) -> OwnGeneration:
         """Return these settings, with missing values taken from a job."""

@@ -163,7 +163,8 @@ def _generation(body: Mapping[str, Any], url: str) -> OwnGeneration:
         raise DocumentError(
             "body.stop cannot be combined with body.response_format: it would end an answer before it is complete"
         )
-    return OwnGeneration(**found, top_logprobs=_top_logprobs(body, url), json_schema=schema)
+    keep = True if url == COMPLETIONS else None
+    return OwnGeneration(**found, top_logprobs=_top_logprobs(body, url), json_schema=schema, keep_reasoning=keep)
 
 
 def _template_args(body: Mapping[str, Any], url: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Loads a tokenizer, and compares it with its ``tokenizer.json``.
+"""Loads a tokenizer, and compares it with its ``tokenizer.json``, or with SentencePiece if there is none.
 
 transformers has classes for the tokenizers of many models. They take the vocabulary from the file, and ignore the rest
-of it, such as how texts are divided into words, which is only right if model and class agree.
+of it, such as how texts are divided into words, which is only right if model and class agree. From a SentencePiece
+model, transformers takes merges in the order of ids, although SentencePiece merges by score: spaces in a row differ.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,21 +38,39 @@ def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any)
 
     is_converted : the files are made from a GGUF file, which has neither of the two; they are not compared.
 
-    Raises `ModelError` if it is not the tokenizer of ``tokenizer.json``, and no setting in tokenizer_config.json
-    explains that.
+    Raises `ModelError` if it is not the tokenizer of ``tokenizer.json`` or ``tokenizer.model``, and no setting in
+    tokenizer_config.json explains that.
     """
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    from transformers.utils import cached_file
+    from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
-    tokenizer = AutoTokenizer.from_pretrained(location, **options)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    settings = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    file, config = (cached_file(location, name, **settings) for name in ("tokenizer.json", "tokenizer_config.json"))
-    if is_converted or backend is None or file is None or _has_parts_of(backend, Path(file)):
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location, **options)
+    except (ImportError, ValueError) as error:
+        if _sentencepiece_file(location) is not None and not (is_sentencepiece_available() and is_protobuf_available()):
+            raise ModelError("tokenizer.model needs SentencePiece: `pip install sentencepiece protobuf`") from error
+        raise
+    backend, file, config = (
+        getattr(tokenizer, "backend_tokenizer", None),
+        _file(location, "tokenizer.json"),
+        _file(location, "tokenizer_config.json"),
+    )
+    said = {} if config is None else json.loads(config.read_text(encoding="utf-8"))
+    may_differ_in_space = any(said.get(name) is not None for name in ABOUT_SPACES)
+    if file is None and backend is not None and (pieces := _sentencepiece_file(location)) is not None:
+        _check_pieces(tokenizer, pieces)
+    if is_converted or backend is None or file is None or _has_parts_of(backend, file):
         return tokenizer
-    said = {} if config is None else json.loads(Path(config).read_text(encoding="utf-8"))
+    truth = Tokenizer.from_file(str(file))
+    truth.no_truncation()
+    truth.no_padding()
     why = _difference(
-        tokenizer, Path(file), may_differ_in_space=any(said.get(name) is not None for name in ABOUT_SPACES)
+        tokenizer,
+        lambda text: list(truth.encode(text, add_special_tokens=False).ids),
+        truth.decode,
+        PROBE,
+        may_differ_in_space=may_differ_in_space,
     )
     if why is None or said.get("fix_mistral_regex"):
         return tokenizer
@@ -60,6 +81,49 @@ def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any)
         f'use the file, set "tokenizer_class": "{OF_FILE[0]}" in tokenizer_config.json; if the class is right, remove '
         f"tokenizer.json"
     )
+
+
+def _file(location: str, name: str) -> Path | None:
+    """Return a file of a model's folder, or of its copy of the hub."""
+    from transformers.utils import cached_file
+
+    found = cached_file(location, name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _sentencepiece_file(location: str) -> Path | None:
+    """Return a model's SentencePiece file; other tokenizers also have files of this name, as text."""
+    file = _file(location, "tokenizer.model")
+    if file is None:
+        return None
+    with file.open("rb") as stream:
+        return file if stream.read(1) == b"\n" else None
+
+
+def _check_pieces(tokenizer: Any, file: Path) -> None:
+    """Order a tokenizer's merges as SentencePiece does; raise `ModelError` if other ids remain.
+
+    Only texts that begin with spaces may differ: transformers' classes put no further space before them.
+    """
+    from sentencepiece import SentencePieceProcessor
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    truth = SentencePieceProcessor(model_file=str(file))
+    backend = tokenizer.backend_tokenizer
+    tables = json.loads(backend.to_str())
+    if tables["model"]["type"] == "BPE":
+        pieces = [truth.id_to_piece(number) for number in range(len(truth))]
+        scores = {piece: truth.get_score(number) for number, piece in enumerate(pieces)}
+        vocab = {piece: number for number, piece in enumerate(pieces)}
+        tables["model"]["merges"] = [list(merge) for merge in generate_merges(vocab, scores)]
+        backend.model = type(backend).from_str(json.dumps(tables)).model
+    why = _difference(tokenizer, lambda text: list(truth.encode(text)), truth.decode, re.sub(r"\n +", "\n", PROBE))
+    if why is not None:
+        raise ModelError(
+            f"tokenizer.model is not the tokenizer that transformers makes of it ({type(tokenizer).__name__}): {why}. "
+            f"Copy the tokenizer.json of the same model into the folder, or make it with an earlier version: "
+            f"`pip install 'transformers<5'`, then AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
 
 
 def _has_parts_of(backend: Tokenizer, file: Path) -> bool:
@@ -128,20 +192,22 @@ def _members(text: str, at: int, last: str) -> tuple[dict[str, Any], int]:
         at = skip(at, ",")
 
 
-def _difference(tokenizer: Any, file: Path, *, may_differ_in_space: bool) -> str | None:
-    """Describe a difference between the ids of a tokenizer and those of a file; None if there is none."""
-    from tokenizers import Tokenizer
-
-    truth = Tokenizer.from_file(str(file))
-    truth.no_truncation()
-    truth.no_padding()
-    for text in (*PROBE.splitlines(keepends=True), PROBE):
+def _difference(
+    tokenizer: Any,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+    probe: str,
+    *,
+    may_differ_in_space: bool = False,
+) -> str | None:
+    """Describe a difference between a tokenizer and the functions of a file; None if there is none."""
+    for text in (*probe.splitlines(keepends=True), probe):
         ours = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        theirs = truth.encode(text, add_special_tokens=False).ids
+        theirs = encode(text)
         same = ours == theirs or (may_differ_in_space and _differ_in_space(ours, theirs))
         if not same:
             return f"{text[:20]!r}... is {ours[:12]}..., and {theirs[:12]}... by the file"
-        texts = [one.decode(ours).lstrip(" " * may_differ_in_space) for one in (tokenizer.backend_tokenizer, truth)]
+        texts = [one(ours).lstrip(" " * may_differ_in_space) for one in (tokenizer.backend_tokenizer.decode, decode)]
         if texts[0] != texts[1]:
             return f"{ours[:12]}... is {texts[0][:20]!r}..., and {texts[1][:20]!r}... by the file"
     return None

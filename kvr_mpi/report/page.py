@@ -45,7 +45,7 @@ PAGE_BYTES = 5_000_000
 ANSWER_CHARS = (20_000, 8_000, 4_000, 2_000, 1_000, 600, 400, 250, 120, 60, 0)
 REASONS = 12
 # How answers ended (`Record.ended_early`).
-ENDED_EARLY = {"": "", "length": "cut off", "repetition": "stopped: repetition"}
+ENDED_EARLY = {"": "", "reasoning": "empty: reasoning", "length": "cut off", "repetition": "stopped: repetition"}
 PROMPT_CHARS = 600
 
 

@@ -10,7 +10,7 @@ from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, printable
 from kvr_mpi.events import Events, Totals
 from kvr_mpi.logs import PROGRESS, RankLogger
-from kvr_mpi.report.table import cut_off_line, repeated_line
+from kvr_mpi.report.table import ending_lines
 from kvr_mpi.store.record import Record
 
 # Minimum time between two lines about prefilled prompts of one rank; finished documents are always logged.
@@ -126,6 +126,7 @@ def _count(totals: Totals, record: Record) -> None:
     if record.status == "done":
         totals.prompts += record.parts
         totals.answers += 1
+        totals.unanswered += record.ended_early == "reasoning"
         totals.cut_off += record.ended_early == "length"
         totals.repeated += record.ended_early == "repetition"
         totals.texts.append(record.text_tokens + record.dropped_tokens)
@@ -171,7 +172,5 @@ def describe_throughput(
             f"{total.partly_seen} of {total.answers} answers are based on only a part of their document (coverage "
             "in every export); prompt.min_coverage makes them errors"
         )
-    if total.cut_off:
-        yield cut_off_line(total.cut_off, total.answers)
-    if total.repeated:
-        yield repeated_line(total.repeated, total.answers)
+    endings = {"reasoning": total.unanswered, "length": total.cut_off, "repetition": total.repeated}
+    yield from (line for _, line in ending_lines(endings, total.answers))

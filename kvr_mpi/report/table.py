@@ -39,20 +39,31 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     return lines + ([f"{sum(rest)} for {len(rest)} other reasons"] if rest else [])
 
 
-def cut_off_line(cut: int, answers: int) -> str:
-    """Describe how many answers ended at `generation.max_new_tokens`, and what to do."""
-    return (
-        f"{cut:,} of {counted(answers, 'answer')} cut off at generation.max_new_tokens (finish_reason = length): raise "
-        f"it and rerun into a new output.path"
-    )
-
-
-def repeated_line(repeated: int, answers: int) -> str:
-    """Describe how many answers were stopped because they repeated themselves, and what to do."""
-    return (
-        f"{repeated:,} of {counted(answers, 'answer')} stopped because they repeated themselves (finish_reason = "
-        f"repetition): use a larger model, or set generation.repetition_penalty = 1.1"
-    )
+def ending_lines(endings: Mapping[str, int], answers: int) -> Iterator[tuple[str, str]]:
+    """For each cause in `Record.ended_early`, yield a heading, and how many answers it ended and what to do."""
+    for cause, heading, what, advice in (
+        (
+            "reasoning",
+            "no answer",
+            "empty, since the model was still reasoning",
+            "raise generation.max_new_tokens, or switch the reasoning off with prompt.template_args, and rerun into a "
+            "new output.path",
+        ),
+        (
+            "length",
+            "cut off",
+            "cut off at generation.max_new_tokens (finish_reason = length)",
+            "raise it and rerun into a new output.path",
+        ),
+        (
+            "repetition",
+            "repeated",
+            "stopped because they repeated themselves (finish_reason = repetition)",
+            "use a larger model, or set generation.repetition_penalty = 1.1",
+        ),
+    ):
+        if count := endings.get(cause, 0):
+            yield heading, f"{count:,} of {counted(answers, 'answer')} {what}: {advice}"
 
 
 def _how_computed(record: Record) -> str:

@@ -22,6 +22,7 @@ from kvr_mpi.compress.repeating import INSTRUCTION
 from kvr_mpi.costs.solve import Rates
 from kvr_mpi.decode.grammar import Grammars
 from kvr_mpi.decode.group import HeadSharing
+from kvr_mpi.decode.reasoning import reasoning_format
 from kvr_mpi.decode.sampling import describe_generation, ends_of, make_generation_config
 from kvr_mpi.documents.conversations import check_has_chat_template
 from kvr_mpi.documents.prompts import Frame
@@ -307,6 +308,12 @@ def _check(
     if spec.generation.max_new_tokens:
         for level, line in describe_generation(loaded.model, tokenizer, generation):
             logger.log(level, line)
+        if (reasoning := reasoning_format(tokenizer)) is not None and spec.prompt.chat_template is not False:
+            follows_schema = spec.generation.json_schema is not None
+            ids = [each for each in frame.tail if isinstance(each, int)]
+            most = spec.generation.max_new_tokens
+            if (warning := reasoning.describe(tokenizer, ids, most, follows_schema=follows_schema)) is not None:
+                logger.warning(warning)
     if spec.generation.json_schema is not None:
         width = logits_width(loaded.config)
         if len(tokenizer) > width:

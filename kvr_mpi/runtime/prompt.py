@@ -122,6 +122,7 @@ class Prompt(PromptText):
             self.begun_record(prefill.partition),
             status="done",
             answer=answer.text,
+            reasoning=answer.reasoning,
             token_ids=answer.token_ids,
             **(_asked_for(answer) | self._checked(answer)),
             computed_tokens=self.tokens - prefill.known_tokens,
@@ -194,6 +195,8 @@ def _numbers(found: TokenLogprobs) -> dict[str, Any]:
 
 def _sample_as_json(answer: Answer) -> dict[str, Any]:
     plain = {"answer": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+    if answer.reasoning:
+        plain["reasoning"] = answer.reasoning
     return plain if answer.logprobs is None else plain | _numbers(answer.logprobs)
 
 

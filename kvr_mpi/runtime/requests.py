@@ -195,6 +195,12 @@ class Split:
         self._received[part] = record
         if record.error:
             raise DocumentError(f"part {part + 1} of {len(self.texts)}: {record.error}")
+        if record.ended_early == "reasoning" and not self.is_final:
+            raise DocumentError(
+                f"part {part + 1} of {len(self.texts)} has no answer: the model was still reasoning after "
+                f"{record.new_tokens} tokens; raise generation.max_new_tokens, or switch its reasoning off "
+                f"(prompt.template_args)"
+            )
         if len(self._received) < len(self.texts):
             return False
         answers = [self._received[number] for number in range(len(self.texts))]

@@ -92,7 +92,8 @@ def _choice(record: Record, number: int, is_completion: bool) -> dict[str, Any]:
     if record.sampled:
         arrays: dict[str, Any] = {name: tuple(record.sampled[number].get(name, ())) for name in OF_SAMPLES}
         told = record.sampled[number]
-        record = replace(record, answer=told["answer"], finish_reason=told["finish_reason"], **arrays)
+        texts = {name: told[name] for name in ("answer", "finish_reason")}
+        record = replace(record, **texts, reasoning=told.get("reasoning", ""), **arrays)
     logprobs = _completion_logprobs(record) if is_completion else _chat_logprobs(record)
     choice: dict[str, Any] = {
         "index": number,
@@ -101,7 +102,8 @@ def _choice(record: Record, number: int, is_completion: bool) -> dict[str, Any]:
     }
     if is_completion:
         return {**choice, "text": record.answer}
-    return {**choice, "message": {"role": "assistant", "content": record.answer}}
+    reasoning = {"reasoning": record.reasoning} if record.reasoning else {}  # as vLLM's servers call it
+    return {**choice, "message": {"role": "assistant", **reasoning, "content": record.answer}}
 
 
 def _chat_logprobs(record: Record) -> dict[str, Any] | None:

@@ -43,7 +43,8 @@ class Record:
     error: str = stored("why it failed; after 'cannot be read now: ', the next start of the job tries it again", "")
     columns: str = stored("requested fields of the document's row (JSON)", "")
     answer: str = stored("its text", "")
-    token_ids: tuple[int, ...] = stored("tokens of the answer", ())
+    reasoning: str = stored("of a model that thinks before it answers", "", if_asked=True)
+    token_ids: tuple[int, ...] = stored("tokens of the reasoning and the answer", ())
     slices: tuple[int, ...] = stored("bounds of the prompt over the ranks (ranks + 1); the last prompt's, if split", ())
     logprobs: tuple[float, ...] = stored(
         "natural log-probabilities of token_ids, before temperature and penalties; null: minus infinity",
@@ -162,7 +163,12 @@ class Record:
 
     @property
     def ended_early(self) -> str:
-        """Why an answer did not end by itself: ``length`` (`generation.max_new_tokens`) or ``repetition``; or empty."""
+        """Why an answer did not end by itself: ``length`` (`generation.max_new_tokens`) or ``repetition``; or empty.
+
+        ``reasoning``: it did not begin, either.
+        """
+        if self.reasoning and not self.answer:
+            return "reasoning"
         return self.finish_reason if self.new_tokens and self.finish_reason in ("length", "repetition") else ""
 
     @property
@@ -196,7 +202,7 @@ class Record:
 
     @property
     def sampled(self) -> list[dict[str, Any]]:
-        """All answers to the prompt if there are several: answer, token_ids, finish_reason and log-probabilities."""
+        """All answers to the prompt if there are several, with their token_ids, finish_reason and log-probabilities."""
         return self._read("samples", list)
 
     @property
@@ -239,6 +245,7 @@ COMPUTED = {"coverage": "float", "unsupported_count": "int", "copied_share": "fl
 LONG = (
     *ARRAYS,
     "answer",
+    "reasoning",
     "token_texts",
     "scores",
     "samples",

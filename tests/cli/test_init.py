@@ -68,6 +68,17 @@ def test_documents_that_cannot_be_answered_are_named(place: Path, tiny_model_dir
     assert code == EXIT_OK and "none of these documents can be read" in out and "mpirun" not in out
 
 
+def test_reasoning_is_switched_off_if_the_chat_template_can(
+    place: Path, tiny_model_dir: Path, tmp_path: Path, run_kvr: Kvr
+) -> None:
+    model = shutil.copytree(tiny_model_dir, tmp_path / "thinks")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}")
+    for name, folder in (("thinks.toml", model), ("plain.toml", tiny_model_dir)):
+        assert run_kvr("init", name, "--corpus", "rows.jsonl", "--model", folder, "--text-field", "body")[0] == EXIT_OK
+    found = [load_job(Path(name), (), {})[0].prompt.template_args for name in ("thinks.toml", "plain.toml")]
+    assert found == [{"enable_thinking": False}, {}]
+
+
 def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
     assert run_kvr("init", "--corpus", "rows.jsonl", "--model", tiny_model_dir, "--text-field", "body")[0] == EXIT_OK
     text = Path("job.toml").read_text()
@@ -75,7 +86,7 @@ def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_k
     Path("job.toml").write_text(more)
     spec, sources = load_job(Path("job.toml"), (), {})
     assert (
-        count == 7
+        count == 8
         and spec.generation.repetition_penalty == 1.05
         and spec.output.kv
         and spec.generation.temperature == 0.7
