@@ -239,7 +239,7 @@ def _timeline(measured: Measurement) -> Timeline:
             for of, kind, layer, peer, began_s, ended_s, amount in measured.rows
             if of == rank
         ]
-        header = TraceHeader(rank, len(slices), 1, "", "cpu", 1 + max(span.layer for span in spans))
+        header = TraceHeader(rank, len(slices), 1, "", "cpu")
         prompt = TracedPrompt(document, 0, "prompt", tokens, start, stop, 0, len(slices), slices[-1][0])
         (prefill,) = (span for span in spans if span.kind == "prefill")
         lanes.append(Lane(header, prompt, prefill, spans))

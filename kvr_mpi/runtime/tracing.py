@@ -78,7 +78,6 @@ def write_trace(session: Session, folder: Path, number: int, events: Events) -> 
         session=number,
         host=socket.gethostname(),
         device=session.loaded.device.type,
-        layers=len(session.loaded.shape.layers),
         tensor_parallel=session.spec.parallel.tensor_parallel,
     )
     events.keeps_spans = True

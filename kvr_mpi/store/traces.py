@@ -40,7 +40,7 @@ from kvr_mpi.plain import Count, read_plain
 from kvr_mpi.topology import in_lane_of, rank_name
 
 TRACES = "trace"
-HEADER, VERSION = "kvr_trace", 2
+HEADER, VERSION = "kvr_trace", 3
 FLUSH_S = 2.0  # interval between writes
 # Maximum size of a run's traces, over all ranks and resumed jobs, and thus of a file.
 TRACE_BYTES = FILE_BYTES = 256 << 20
@@ -76,7 +76,6 @@ class TraceHeader:
     session: Count
     host: str
     device: str
-    layers: Count
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
 
     @property

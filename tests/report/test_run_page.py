@@ -82,7 +82,7 @@ def record_run(folder: Path, documents: Sequence[str], ahead_s: float = 0.0) -> 
     """Two ranks' traces: rank 0 computes for 2 s and sends; rank 1 waits 0.5 s for it."""
     for rank in range(2):
         events = Events(keeps_spans=True)
-        header = TraceHeader(rank, 2, 1, "here", "cpu", 1)
+        header = TraceHeader(rank, 2, 1, "here", "cpu")
         writer = TraceWriter(folder, header, events, offset_s=1000.0, limit_bytes=1 << 20, logger=SILENT)
         writer.add_clock(ahead_s * rank, 1e-4)
         for number, name in enumerate(documents):
@@ -136,7 +136,7 @@ def test_the_time_of_a_run_and_its_failures_are_counted_as_they_were() -> None:
     failed = [Record(f"{number}", "error", error="empty", finished_at=one) for number, one in enumerate(at[4:], 4)]
     title = drawn(draw_progress([*answered, *failed])).title
     assert "4 answered, 6 failed in " in title and title.endswith("389 per hour"), title
-    header = TraceHeader(0, 1, 1, "here", "cpu", 1)
+    header = TraceHeader(0, 1, 1, "here", "cpu")
     memory = [[(0.0, 1 << 30), (9.0, 1 << 30)], [(500.0, 1 << 31)] * 2]
     run = TracedRun([RankTrace(header, memory=samples) for samples in memory])
     assert str(drawn(draw_memory(run)).drawing).count('<polyline class="s-ours"') == 2, "no line from job to job"
