@@ -85,11 +85,11 @@ def diagnose(
         hosts, gpus = [host for host, _ in places], [index for _, index in places]
         if world.rank == 0:
             # If the ranks are not connected, their number is unknown.
-            counts = (None, None) if launch else (len(facts), len(set(hosts)))
+            size, nodes = (None, None) if launch else (len(facts), len(set(hosts)))
             attempt("launcher", lambda: [launch] if launch else ranks.check_launcher(facts, mpi.launched_size(environ)))
             attempt("devices", lambda: devices.check_devices(facts, share_gpu) + devices.check_abilities(facts))
             attempt("folder", lambda: folder.check_folder(output_dir))
-            attempt("scheduler", lambda: ranks.check_scheduler(environ, *counts, time.time()))
+            attempt("scheduler", lambda: ranks.check_scheduler(environ, size, nodes, time.time()))
         world.barrier()  # the other ranks wait here
         attempt("shared folder", lambda: folder.check_shared(world, output_dir, facts))
         world.barrier()

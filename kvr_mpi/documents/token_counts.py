@@ -10,7 +10,7 @@ from kvr_mpi.documents import Document
 from kvr_mpi.documents.encoding import encoder_of
 
 # After this much text, each document is estimated from two excerpts of this length.
-COUNTED_CHARS, EXCERPT_CHARS = 20_000_000, 512
+COUNTED_CHARS, EXCERPT_CHARS = 20_000_000, 1024
 # Size of a batch for the tokenizer; fast (Rust) tokenizers process its texts in parallel.
 BATCH_CHARS = 2_000_000
 

@@ -56,7 +56,7 @@ def test_large_corpora_are_estimated(tokenizer: Any, monkeypatch: pytest.MonkeyP
             assert guess == count
         elif guess != count:
             errors.append(abs(guess / count - 1))
-    assert len(errors) > 30 and 0 < sorted(errors)[len(errors) // 2] < 0.03 and max(errors) < 0.25, (
+    assert len(errors) > 20 and 0 < sorted(errors)[len(errors) // 2] < 0.03 and max(errors) < 0.25, (
         "tables of figures, too"
     )
     assert sum(count for _, count in found.texts) == pytest.approx(sum(count for _, count in exact), rel=0.03)
