@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.checks import GENERATION, check_config, check_dtype, check_generation, check_loaded
 from kvr_mpi.model.devices import choose_device
-from kvr_mpi.model.shape import BUILDING, ModelShape, meta_model, probe_shape, shape_of
+from kvr_mpi.model.shape import BUILDING, ModelShape, language_config, meta_model, probe_shape, shape_of
 from kvr_mpi.model.source import ModelSource, explained, fingerprint_of, folder_of, locate
 from kvr_mpi.model.tensor_parallel import Part, join_group, part_config, part_of, sliced_weights, why_not_by_plan
 from kvr_mpi.model.tokenizer_file import load_tokenizer
@@ -26,6 +26,11 @@ from kvr_mpi.model.weights import check_model_folder, check_types, tensor_types
 if TYPE_CHECKING:
     import torch
 
+# Expressions for names of a language model's tensors in models of texts and images, and their names in it alone.
+IN_LARGER_MODELS = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
+}
 # Methods whose weights transformers can expand, or multiply with kernels for GPUs that the package `kernels` downloads.
 EXPANDABLE = ("fp8", "mxfp4")
 
@@ -89,7 +94,7 @@ def load_model(
 
     target, part = choose_device(device, device_index), None
     with explained(path):
-        config = _read_config(source, options)
+        config, names = _read_config(source, options)
         if not source.is_hub:
             check_types(Path(source.location), config)
         stored = getattr(config, "quantization_config", None) or {}
@@ -107,12 +112,13 @@ def load_model(
                     use_safetensors=True,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # `check_loaded` names them
+                    key_mapping=names,
                     **options,
                     **placement(target),
                 )
         else:
             part = part_of(config, tp_group.rank, tp_group.size)
-            model, info = _read_part(Path(source.location), config, part, _dtype_of(config, dtype), target)
+            model, info = _read_part(Path(source.location), config, names, part, _dtype_of(config, dtype), target)
         tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         files = folder_of(source)
         if source.is_hub:
@@ -137,8 +143,8 @@ def load_model(
     )
 
 
-def _read_config(source: ModelSource, options: Mapping[str, Any]) -> Any:
-    """Read and check a model's configuration."""
+def _read_config(source: ModelSource, options: Mapping[str, Any]) -> tuple[Any, dict[str, str] | None]:
+    """Read and check a model's configuration; also return how to rename the tensors of its files, if that is needed."""
     from transformers import AutoConfig, PreTrainedConfig
 
     if not source.is_hub:
@@ -146,10 +152,13 @@ def _read_config(source: ModelSource, options: Mapping[str, Any]) -> Any:
     config = AutoConfig.from_pretrained(source.location, **options)
     given, _ = PreTrainedConfig.get_config_dict(source.location, local_files_only=options["local_files_only"])
     check_config(config, given)
-    return config
+    text = language_config(config)
+    return text, None if text is config else IN_LARGER_MODELS
 
 
-def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target: torch.device) -> tuple[Any, Any]:
+def _read_part(
+    folder: Path, config: Any, names: dict[str, str] | None, part: Part, dtype: torch.dtype, target: torch.device
+) -> tuple[Any, Any]:
     """Read a rank's slices of a model's weights; also return transformers' loading info."""
     import torch
     from transformers import GenerationConfig
@@ -164,6 +173,7 @@ def _read_part(folder: Path, config: Any, part: Part, dtype: torch.dtype, target
             None,
             config=mine,
             state_dict=sliced_weights(folder, part, opened),
+            key_mapping=names,
             dtype=dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
@@ -209,7 +219,7 @@ def load_outline(
     import torch
 
     with explained(path):
-        config = _read_config(source, options)
+        config, _ = _read_config(source, options)
         tokenizer = load_tokenizer(source.location, is_converted=path.endswith(".gguf"), **options)
         chosen, model = _dtype_of(config, dtype), meta_model(config, torch.bfloat16)
         shape = shape_of(model, chosen)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # Name of the probe's attention; chains use `attention_hook.ATTENTION`.
 PROBE_ATTENTION = "kvr_probe"
+# Types of models of texts and images that are no causal LMs, and whose language model is one: it alone is loaded.
+TEXTS_AND_IMAGES = ("exaone4_5", "internvl", "lfm2_vl", "llava", "mistral3")
 # While it builds a model, transformers patches itself and sets torch's default dtype for the whole process. Two threads
 # would restore each other's changes, and some would stay (such as untied weights).
 BUILDING = threading.Lock()
@@ -145,6 +147,19 @@ class ModelShape:
         return any(layer.states for layer in self.layers)
 
 
+def language_config(config: Any) -> Any:
+    """Return the configuration of the language model in a model of `TEXTS_AND_IMAGES`; others as they are."""
+    if config.model_type not in TEXTS_AND_IMAGES:
+        return config
+    text = config.get_text_config(decoder=True)
+    # What a folder says about the whole model.
+    text.dtype = config.dtype if text.dtype is None else text.dtype
+    for name in ("quantization_config", "tie_word_embeddings"):
+        if (value := getattr(config, name, None)) is not None:
+            setattr(text, name, value)
+    return text
+
+
 def meta_model(config: Any, dtype: torch.dtype) -> Any:
     """Build a model on the ``meta`` device, without weights or memory."""
     import torch
@@ -155,6 +170,10 @@ def meta_model(config: Any, dtype: torch.dtype) -> Any:
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).eval()
     except Exception as error:  # models' code can raise any error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if config.get_text_config(decoder=True) is not config:
+            reason += (
+                f" (of models of texts and images that are no causal LMs, {', '.join(TEXTS_AND_IMAGES)} can be used)"
+            )
         raise ModelError(f"transformers cannot build a causal LM of {type(config).__name__}: {reason}") from error
 
 

@@ -28,6 +28,10 @@ Größe naïve cafe\u0301 Ångström \u212b ﬁne ① Ⅳ ½ ²
 😀👩\u200d👩\u200d👧 \u00a0nbsp\u3000wide\u200bzero"""
 # Settings of tokenizer_config.json that say whether a space is put before a text.
 ABOUT_SPACES = ("add_prefix_space", "legacy")
+ONLY_TEKKEN = (
+    "its tokenizer is only tekken.json, which has no chat template; expected tokenizer.json and chat_template.jinja "
+    "beside it, as in the model's conversions to transformers' format"
+)
 # Classes that are what the file says.
 OF_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
 HEAD_CHARS = 1 << 20  # most files have all but their vocabulary in it
@@ -48,14 +52,17 @@ def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any)
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, **options)
     except (ImportError, ValueError) as error:
+        if _file(location, "tekken.json") is not None:
+            raise ModelError(ONLY_TEKKEN) from error
         if _sentencepiece_file(location) is not None and not (is_sentencepiece_available() and is_protobuf_available()):
             raise ModelError("tokenizer.model needs SentencePiece: `pip install sentencepiece protobuf`") from error
         raise
-    backend, file, config = (
-        getattr(tokenizer, "backend_tokenizer", None),
-        _file(location, "tokenizer.json"),
-        _file(location, "tokenizer_config.json"),
-    )
+    file, config = _file(location, "tokenizer.json"), _file(location, "tokenizer_config.json")
+    if type(tokenizer).__name__ == "MistralCommonBackend":  # transformers prefers it where mistral-common is installed
+        if file is None:
+            raise ModelError(ONLY_TEKKEN)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(location, **options)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     said = {} if config is None else json.loads(config.read_text(encoding="utf-8"))
     may_differ_in_space = any(said.get(name) is not None for name in ABOUT_SPACES)
     if file is None and backend is not None and (pieces := _sentencepiece_file(location)) is not None:

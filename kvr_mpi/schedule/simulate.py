@@ -14,6 +14,7 @@ from kvr_mpi.errors import ConfigError, ModelError
 from kvr_mpi.model import PACKAGE, find_model
 from kvr_mpi.model.gguf import read_gguf
 from kvr_mpi.model.gguf_convert import config_of
+from kvr_mpi.model.shape import language_config
 from kvr_mpi.model.source import must_be_cached
 
 HARDWARE = "h100-80gb"
@@ -106,6 +107,7 @@ def find_workload(model: str, is_offline: Callable[[], bool]) -> Workload:
             config = config_of(read_gguf(source.path))
         else:
             config = AutoConfig.from_pretrained(source.location, local_files_only=is_local, trust_remote_code=False)
+            config = language_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {model!r}: its configuration cannot be read: {error}") from error
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32

@@ -43,7 +43,6 @@ class Record:
     error: str = stored("why it failed; after 'cannot be read now: ', the next start of the job tries it again", "")
     columns: str = stored("requested fields of the document's row (JSON)", "")
     answer: str = stored("its text", "")
-    reasoning: str = stored("of a model that thinks before it answers", "", if_asked=True)
     token_ids: tuple[int, ...] = stored("tokens of the reasoning and the answer", ())
     slices: tuple[int, ...] = stored("bounds of the prompt over the ranks (ranks + 1); the last prompt's, if split", ())
     logprobs: tuple[float, ...] = stored(
@@ -61,6 +60,7 @@ class Record:
     )
     text_logprob: float = stored("of the document: the sum over its scored tokens", 0.0, if_asked=True)
     scored_tokens: int = stored("of the document's text: all, or all but a prompt's first", 0, if_asked=True)
+    reasoning: str = stored("of a model that thinks before it answers", "", if_asked=True)
     samples: str = stored("all answers, if n > 1 (JSON list of objects); answer is the first", "", if_asked=True)
     copied: str = stored(
         "stretches of the answer that are copied from the document: start, stop, document_start and document_stop, in "

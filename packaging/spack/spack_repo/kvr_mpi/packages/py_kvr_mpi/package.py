@@ -24,6 +24,7 @@ class PyKvrMpi(PythonPackage):
     variant("lora", default=False, description="LoRA adapters")
     variant("parquet", default=True, description="Documents in Parquet files")
     variant("zstd", default=False, description="Documents in .zst files")
+    variant("sentencepiece", default=False, description="Models with only a SentencePiece tokenizer")
 
     depends_on("python@3.11:3.13", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
@@ -48,3 +49,5 @@ class PyKvrMpi(PythonPackage):
         depends_on("py-peft@0.18:", when="+lora")
         depends_on("py-pyarrow@18:", when="+parquet")
         depends_on("py-zstandard@0.23:", when="+zstd")
+        depends_on("py-sentencepiece@0.2:", when="+sentencepiece")
+        depends_on("py-protobuf@3.20:", when="+sentencepiece")

@@ -1,4 +1,4 @@
-"""Models whose tokenizer is only a SentencePiece file have SentencePiece's own ids, or are refused."""
+"""Models without tokenizer.json have the ids of their own tokenizer, or are refused."""
 
 from __future__ import annotations
 
@@ -85,3 +85,30 @@ def test_a_missing_library_is_named(pieces: Path, tmp_path: Path, monkeypatch: p
     (folder / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")  # tiktoken's format, as Llama 3 has it
     with pytest.raises(ValueError, match="tiktoken"):
         load_tokenizer(str(folder), local_files_only=True)
+
+
+def test_the_tokenizer_of_mistral_common_gives_way_to_the_file(
+    small_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MistralCommonBackend:
+        """What transformers returns for folders with tekken.json where mistral-common is installed."""
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **options: MistralCommonBackend())
+    small_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    loaded = load_tokenizer(str(tmp_path), local_files_only=True)
+    assert encode_text(loaded, PROBE) == encode_text(small_tokenizer, PROBE)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="only tekken.json"):
+        load_tokenizer(str(tmp_path), local_files_only=True)
+
+
+def test_a_folder_with_tekken_json_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **options: Any) -> None:
+        raise ImportError("MistralConverter requires the mistral-common library")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    (tmp_path / "tekken.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    with pytest.raises(ModelError, match="only tekken.json"):
+        load_tokenizer(str(tmp_path), local_files_only=True)
