@@ -209,8 +209,8 @@ def run_mpi(
     where = ["-iface", DEVICE, "-hosts", ",".join(host.address for host in group), "-ppn", "1", "-n", str(len(group))]
     started = [str(RSH), group[0].address, shlex.join([*launcher, *where, *map(str, command)])]
     ours = {
-        "KVR_NETWORK": group[0].network,
-        "KVR_NETWORK_CORES": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "NETWORK_NAME": group[0].network,
+        "NETWORK_CORES": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
     }
     lines: list[str] = []
     late = threading.Event()

@@ -37,7 +37,7 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 VARIABLES: dict[str, dict[str, str]] = {
     "commands": {
         "KVR_SECTION__KEY": "sets a key of the job, such as `KVR_GENERATION__SEED=7`; overrides the job file, but not "
-        "`--set`",
+        "`--set`; unknown ones are refused",
         "KVR_CACHE": "folder for converted models, compiled kernels and their measurements; default: `kvr-mpi` in "
         "`XDG_CACHE_HOME` or `~/.cache`",
         "KVR_LOCAL": "local folder on each node for compiled kernels and converted models, in a private subfolder; "

@@ -73,6 +73,8 @@ MISTAKES: list[tuple[str, list[str], dict[str, str], str]] = [
     # A key is blamed on where it is from.
     ("", ["generation.sed=1"], {}, "^--set generation.sed: unknown key 'generation.sed'"),
     ("", [], {"KVR_GENERATION__SED": "1"}, "^KVR_GENERATION__SED: unknown key 'generation.sed'"),
+    ("", [], {"KVR_GENERATION_SEED": "1"}, "^KVR_GENERATION_SEED: unknown .* did you mean KVR_GENERATION__SEED\\?"),
+    ("", [], {"KVR_PEER_TIMOUT": "1"}, "did you mean KVR_PEER_TIMEOUT\\?"),
     ("", ["generate.seed=1"], {}, "--set generate.seed"),
     ("", [], {"KVR_GENERATE__SEED": "1"}, "KVR_GENERATE__SEED"),
     # A value that is nested without end, and settings that are none.

@@ -6,8 +6,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, date, datetime
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -21,6 +22,7 @@ import reference
 
 from kvr_mpi import errors
 from kvr_mpi.job import JobSpec
+from kvr_mpi.job.load import OTHER_VARIABLES
 from kvr_mpi.store import kv_reader, log, volumes
 from kvr_mpi.store.record import Record
 
@@ -52,7 +54,7 @@ def test_every_variable_of_ours_is_listed() -> None:
     sources = [*ROOT.glob("kvr_mpi/**/*.py"), *ROOT.glob("slurm/*")]
     used = {name for path in sources for name in re.findall(r"\bKVR_[A-Z_]*[A-Z]\b", path.read_text(encoding="utf-8"))}
     ours = {name for names in reference.VARIABLES.values() for name in names if name.startswith("KVR_")}
-    assert {name for name in used if "__" not in name} == ours - {"KVR_SECTION__KEY"}
+    assert {name for name in used if "__" not in name} == ours - {"KVR_SECTION__KEY"} == {*OTHER_VARIABLES}
 
 
 def test_every_exit_code_has_a_meaning() -> None:
@@ -82,6 +84,16 @@ def test_the_pages_say_what_is_stored() -> None:
     assert len(MEASURED) > 10
     assert figures.render_summary(MEASURED) in (ROOT / "README.md").read_text()
     assert not figures.differing(MEASURED)
+
+
+def test_a_plot_is_drawn_again_only_for_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coordinates depend on the version of matplotlib, and on the fonts."""
+    monkeypatch.setattr(figures, "DRAWN", tmp_path)
+    (plot := tmp_path / "first-token.svg").write_text(drawn := f"<svg>{figures.digest(MEASURED['first-token'])}</svg>")
+    figures.draw(MEASURED["first-token"])
+    assert plot.read_text() == drawn
+    figures.draw(replace(MEASURED["first-token"], rows=MEASURED["first-token"].rows[:3]))
+    assert plot.read_text() != drawn
 
 
 @pytest.mark.parametrize("name", MEASURED)

@@ -138,6 +138,7 @@ def run_on(
     from kvr_mpi.runtime.checks import check_job
     from kvr_mpi.scheduler import end_time
     from kvr_mpi.store.lock import check_unused
+    from kvr_mpi.store.parts import shares_beside
     from kvr_mpi.store.run import check_settings, is_of_job, last_header
     from kvr_mpi.transport import on_root, share_json
 
@@ -172,8 +173,10 @@ def run_on(
     overwrite = bool(share_json(world, on_root(world, lambda: options.overwrite and not is_requeued())))
 
     def date_here() -> str:
-        """Return the date for chat templates: the one with which the run began."""
-        header = None if overwrite else last_header(Path(spec.output.path))
+        """Return the date for chat templates: the one with which the run began, or another share of it."""
+        folder = Path(spec.output.path)
+        runs = () if overwrite else (folder, *shares_beside(folder))
+        header = next(filter(None, map(last_header, runs)), None)
         known = None if header is None else header.identity.get("date")
         return spec.prompt.date or known or datetime.now().date().isoformat()
 

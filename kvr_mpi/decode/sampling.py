@@ -82,7 +82,7 @@ class Answer:
 
     token_ids: tuple[int, ...]  # without the end-of-text token
     text: str  # without the reasoning
-    finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens; "repetition": endless
+    finish_reason: str  # "stop": end-of-text or a stop string; "length": max_new_tokens; "repetition"; "": no answer
     seconds: float  # wall time from the first logits to the last token
     steps: int = 0  # of the model, after that on the prompt
     logprobs: TokenLogprobs | None = None  # of its tokens, if they are requested
@@ -261,9 +261,33 @@ class SamplingParams:
         self.config._eos_token_tensor = torch.tensor(sorted(self.ends), device=device) if self.ends else None
         self.config.max_length = prompt_tokens + self.max_new_tokens  # where BART's processor forces the end
         made = self.model._get_logits_processor(self.config, input_ids_seq_length=prompt_tokens, device=device)
+        kinds = [type(each) for each in made]
+        if TopKLogitsWarper in kinds and TopPLogitsWarper in kinds[kinds.index(TopKLogitsWarper) :]:
+            at = kinds.index(TopPLogitsWarper)
+            made[at] = TopPAmongFew(made[at].top_p)
         if self.json_schema is not None:  # before those that drop unlikely tokens
             made.insert(0, SchemaProcessor(self.grammars, self.json_schema, prompt_tokens))
         return made
+
+
+@dataclass(frozen=True)
+class TopPAmongFew:
+    """Top-p where most tokens are dropped already, as by top-k: it keeps the same tokens, and sorts only the others."""
+
+    top_p: float
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Drop the least likely tokens of each row of scores (answers, vocab_size)."""
+        count = max(1, int((scores > -torch.inf).sum(-1).max()))
+        tokens = scores.topk(count).indices.sort(-1).values  # of equal scores, the first ones are dropped
+        values, order = scores.gather(-1, tokens).sort(stable=True)
+        ascending = torch.full_like(
+            scores, -torch.inf
+        )  # as long as before: sums of other lengths are rounded otherwise
+        ascending[:, -count:] = values
+        is_dropped = (ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p)[:, -count:]
+        is_dropped[:, -1] = False
+        return scores.scatter(-1, tokens.gather(-1, order), values.masked_fill(is_dropped, -torch.inf))
 
 
 class DecodeSequence:
@@ -312,7 +336,7 @@ class DecodeSequence:
         others = self._generator, self._trace, self._counts
         self.is_greedy = not self._processors and others == (None, None, None)
         self.alike = None
-        if kinds <= BY_ROW:
+        if kinds <= {*BY_ROW, TopPAmongFew}:
             own = ((type(each), *vars(each).values()) for each in self._processors)
             self.alike = rules.config.do_sample, rules.penalties, *own
         self._distinct: Integers | None = None  # the prompt's tokens without repetitions, and room for the answer's
@@ -320,7 +344,7 @@ class DecodeSequence:
             distinct = np.unique(self._ids[: self._prompt_tokens])
             self._distinct = np.concatenate([distinct, self._ids[self._prompt_tokens :]])
         self.token_ids, self.steps = [], 0
-        self.finish_reason = None if rules.max_new_tokens else "length"
+        self.finish_reason = None if rules.max_new_tokens else ""
 
     @contextlib.contextmanager
     def _failing_alone(self) -> Iterator[None]:
@@ -511,6 +535,10 @@ def choose_tokens(answers: Sequence[DecodeSequence | None], logits: torch.Tensor
 def _choose_for(answers: Sequence[DecodeSequence], logits: torch.Tensor) -> torch.Tensor:
     """Choose the next tokens of answers that are alike; each by itself if that fails for all of them together."""
     if len(answers) > 1:
+        generators = [each._generator for each in answers if each._generator is not None]
+        states = [each.get_state() for each in generators]
         with contextlib.suppress(Exception):
             return DecodeSequence.choose_alike(answers, logits)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)  # the same random numbers again
     return torch.stack([each.choose(row) for each, row in zip(answers, logits, strict=True)])

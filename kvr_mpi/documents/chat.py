@@ -68,11 +68,16 @@ def is_dated(tokenizer: Any) -> bool:
     return getattr(tokenizer, "chat_template", None) is not None and "strftime_now" in _source_of(tokenizer)
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], options: ChatOptions = DEFAULT_CHAT) -> str:
-    """Render the chat template up to the model's next message; raise `ValueError` if it rejects the messages."""
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], options: ChatOptions = DEFAULT_CHAT) -> str:
+    """Render the chat template up to the model's next message; raise `ValueError` if it rejects the messages.
+
+    Messages of a ``developer``, as newer clients call it, are of the ``system`` if the template has no such role.
+    """
     from jinja2 import TemplateError
 
     given = dict(options.arguments)
+    if "developer" not in _source_of(tokenizer):
+        messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
         if options.date is not None and is_dated(tokenizer):
             now = datetime.fromisoformat(options.date)

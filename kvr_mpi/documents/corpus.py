@@ -174,7 +174,7 @@ class Corpus:
         if row is None:
             raise ValueError("it has fewer rows")
         name = self.files.names[file]
-        document = check_document(document_of(row, self.rows, path, name, self.index.row_number(number)))
+        document = check_document(document_of(row, self.rows, path, name, int(self.index.row[number])))
         self._last = number, document
         return document
 
@@ -342,7 +342,7 @@ def make_corpus(
 
     Raises `CorpusError`, which names the `paths`, if there are no documents; a part may have none.
     """
-    index = join(parts, files, part=part if limit is None else CorpusPart(), is_batch=rows.kind == "openai-batch")
+    index = join(parts, files, is_batch=rows.kind == "openai-batch")
     if limit is not None and part.parts > 1:
         index = take(index, np.arange(part.number, len(index), part.parts))
     if not len(index) and part.parts == 1:

@@ -19,7 +19,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import IO, Any
 
-from kvr_mpi.disk import WRONG_KIND, list_folder, retried
+from kvr_mpi.disk import WRONG_KIND, list_folder, retried, unavailable
 from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.formats import format_of, is_table, open_file, size_and_time
 from kvr_mpi.documents.rows import UTF_8, RowFormat
@@ -138,6 +138,24 @@ def line_start(path: str, at: int, *, patience: float = 1.0) -> int:
     return at and retried(find, path, patience=patience)
 
 
+def count_lines(path: str, end: int) -> int:
+    """Return the number of lines that start before a byte; raises `UnavailableError` if they cannot be read now."""
+
+    def count() -> int:
+        lines, left, last = 0, end, b"\n"
+        with open_file(path) as stream:
+            while left and (data := stream.read(min(left, 1 << 20))):
+                lines, left, last = lines + data.count(b"\n"), left - len(data), data
+        return lines + (not last.endswith(b"\n"))
+
+    try:
+        return retried(count, path)
+    except UnavailableError:
+        raise
+    except OSError as error:
+        raise unavailable(path, error) from error
+
+
 def _table_rows(path: str, rows: RowFormat, start: int) -> Iterator[tuple[int, int, RawRow]]:
     """Yield (place, next place, row) of a table."""
     found = format_of(path)
@@ -200,11 +218,8 @@ def _check_once(names: Sequence[str], needed: Sequence[str]) -> None:
 
 
 def row_name(name: str, number: int) -> str:
-    """Return the id of a row without one: by its number (from 1), or by its offset in the file, as a negative number.
-
-    The tasks of an array do not know how many rows come before theirs.
-    """
-    return f"{name}:{number}" if number > 0 else f"{name}@{-number}"
+    """Return the id of a row without one, by its number from 1."""
+    return f"{name}:{number}"
 
 
 def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int) -> Document:
@@ -225,8 +240,7 @@ def document_of(row: RawRow, rows: RowFormat, path: str, name: str, number: int)
         what = f"is not JSON: {error}"
     if isinstance(row, int):
         what = f"has {row} bytes, more than the {MAX_TEXT_BYTES >> 20} MiB a row may have; split it"
-    line = f"line {number}" if number > 0 else f"the line at byte {-number}"
-    return Document(place, error=f"{line} of {path} {what}")
+    return Document(place, error=f"line {number} of {path} {what}")
 
 
 def _why_no_text(file: str, error: UnicodeDecodeError, encoding: str) -> str:

@@ -28,6 +28,7 @@ from kvr_mpi.documents.document import Document
 from kvr_mpi.documents.files import (
     READ_ERRORS,
     check_document,
+    count_lines,
     document_of,
     file_error,
     line_start,
@@ -41,7 +42,6 @@ from kvr_mpi.documents.rows import RowFormat
 from kvr_mpi.errors import UnavailableError
 
 DIGEST_BYTES = 8  # of a SHA-256 that are kept in memory to compare a document with its own record
-UNKNOWN_ROW = -1
 AT_ONCE = 1 << 16  # numbers that are objects of Python at a time
 NONE_RECORDED: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
 
@@ -252,7 +252,7 @@ class Index:
     """The documents of a corpus, or of some spans of it.
 
     file, place : number of the file, and the row's place there (see `files`).
-    row : the row's number from 1; 0: the file itself; `UNKNOWN_ROW`: not known, so that its place names it.
+    row : the row's number from 1; 0: the file itself.
     chars : length of the text; of text files that were not read their size in bytes.
     is_bad : whether reading it gives an error.
     ids : an empty one stands for the name of its file, or its file and row.
@@ -305,15 +305,10 @@ class Index:
 
         return np.fromiter(hashes(), np.uint64, len(self))
 
-    def row_number(self, number: int) -> int:
-        """Return the number for `files.row_name`."""
-        row = int(self.row[number])
-        return -int(self.place[number]) if row == UNKNOWN_ROW else row
-
     def place_name(self, number: int, files: CorpusFiles) -> str:
         """Return the id of a document without one."""
-        name = files.names[int(self.file[number])]
-        return name if self.row[number] == 0 else row_name(name, self.row_number(number))
+        name, row = files.names[int(self.file[number])], int(self.row[number])
+        return row_name(name, row) if row else name
 
 
 COLUMNS: dict[str, Any] = {"file": np.int32, "place": np.int64, "row": np.int32, "chars": np.int32, "is_bad": np.bool_}
@@ -462,9 +457,7 @@ def _add_file_error(found: _Rows, span: FileSpan, error: str) -> None:
     found.add(span.file, span.start, 0, 0, is_bad=True)
 
 
-def join(
-    parts: Iterable[tuple[Index, Sequence[Lines]]], files: CorpusFiles, *, part: CorpusPart, is_batch: bool = False
-) -> Index:
+def join(parts: Iterable[tuple[Index, Sequence[Lines]]], files: CorpusFiles, *, is_batch: bool = False) -> Index:
     """Join the indexes of all ranks to one in the order of the corpus, in which all ids are unique.
 
     A later document with the id of another one gets an error, and an id of its own; is_batch : it is a request.
@@ -473,7 +466,8 @@ def join(
     for _, spans in parts:
         for span in spans:
             before.setdefault(span.file, {})[span.start] = span.lines
-    indexes = [_number_rows(index, spans, before, files, part) for index, spans in parts]
+    _count_before((index for index, _ in parts), before, files)
+    indexes = [_number_rows(index, spans, before, files) for index, spans in parts]
     whole = indexes[0] if len(indexes) == 1 else _concatenate(indexes)
     del parts, indexes  # as large as the whole
     order = np.lexsort((whole.place, whole.file)) if (np.diff(whole.file) < 0).any() else None
@@ -486,12 +480,24 @@ def join(
     return whole
 
 
+def _count_before(indexes: Iterable[Index], before: Mapping[int, dict[int, int | None]], files: CorpusFiles) -> None:
+    """Add to `before` the lines that other tasks have of a file, if they number rows without an id.
+
+    Raises `UnavailableError` if they cannot be read now.
+    """
+    unnamed = (index.file[(index.row > 0) & (index.ids.lengths == 0)] for index in indexes)
+    for file in {file for each in unnamed for file in np.unique(each).tolist()}:
+        if _has_lines(files.format(file)) and (start := min(before[file])):
+            before[file][0] = count_lines(files.paths[file], start)
+
+
+def _has_lines(kind: FileFormat) -> bool:
+    """Whether rows are numbered by lines, of which spans are parts."""
+    return kind.is_table and kind.can_seek and kind.suffix != ".parquet"
+
+
 def _number_rows(
-    index: Index,
-    spans: Sequence[Lines],
-    before: Mapping[int, Mapping[int, int | None]],
-    files: CorpusFiles,
-    part: CorpusPart,
+    index: Index, spans: Sequence[Lines], before: Mapping[int, Mapping[int, int | None]], files: CorpusFiles
 ) -> Index:
     """Give the rows of a rank their numbers in their files, which were counted from the start of each span.
 
@@ -502,13 +508,9 @@ def _number_rows(
     is_kept, at = np.ones(len(index), np.bool_), 0
     for span in spans:
         rows, at = slice(at, at + span.documents), at + span.documents
-        kind = files.format(span.file)
-        if kind.suffix == ".parquet" or not (kind.is_table and kind.can_seek):
+        if not _has_lines(files.format(span.file)):
             continue
         numbered = index.row[rows] > 0
-        if part.parts > 1:
-            index.row[rows][numbered] = UNKNOWN_ROW
-            continue
         earlier = [lines for start, lines in before[span.file].items() if start < span.start]
         if None in earlier:
             is_kept[rows] &= (index.ids.lengths[rows] > 0) | ~numbered

@@ -8,8 +8,9 @@ from typing import Any
 from kvr_mpi.documents.document import Message, kind_of
 from kvr_mpi.errors import DocumentError
 
-# Roles that all chat templates with roles support; some templates copy any other word into the prompt unchecked.
-ROLES = ("system", "user", "assistant")
+# Roles that all chat templates with roles support, and what newer clients send for the first (`chat.render_chat`); some
+# templates copy any other word into the prompt unchecked.
+ROLES = ("system", "user", "assistant", "developer")
 
 
 def parse_messages(value: Any, name: str = "messages") -> tuple[Message, ...]:

@@ -20,6 +20,12 @@ from kvr_mpi.job.spec import TASK, JobSpec
 from kvr_mpi.scheduler import batch_job
 
 ENVIRONMENT_PREFIX = "KVR_"
+# Variables that set no key of a job: those of `cli.environment` and of the job scripts.
+OTHER_VARIABLES = (
+    "KVR_CACHE KVR_CHECK KVR_CONTAINER KVR_CTAS KVR_END_TIME KVR_ENVIRONMENT_FILE KVR_LAUNCHER KVR_LOCAL "
+    "KVR_MAX_REQUEUES KVR_MPI_TYPE KVR_PEER_TIMEOUT KVR_SHARES KVR_SITE KVR_SLURM_DIR KVR_VENV"
+).split()
+TEST_PREFIX = "KVR_TEST_"  # of variables of the tests
 # What is expected, by the type of pydantic's error and with the values of its context.
 EXPECTED = {
     "int_type": "a whole number, such as 64",
@@ -84,6 +90,8 @@ def make_job(
         section, found, key = name.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
         if name.startswith(ENVIRONMENT_PREFIX) and found:
             _put(raw, sources, section, key, value, name)
+        elif name.startswith(ENVIRONMENT_PREFIX):
+            _check_variable(name)
     if _runs_code(raw) and not runs_code and REMOTE_CODE not in (one.partition("=")[0].strip() for one in settings):
         raise ConfigError(
             f"{sources[REMOTE_CODE]}: an environment variable cannot enable remote code; set "
@@ -108,6 +116,23 @@ def make_job(
         raise ConfigError(problems([line.replace(", or expected ", ", or ") for line in lines])) from error
     check_combinations(spec)
     return _of_task(spec, environ), sources
+
+
+def _check_variable(name: str) -> None:
+    """Refuse a variable that has our prefix and no meaning, which would be ignored in silence."""
+    if name in OTHER_VARIABLES or name.startswith(TEST_PREFIX):
+        return
+    keys = [
+        f"{ENVIRONMENT_PREFIX}{section}__{key}".upper()
+        for section in JobSpec.model_fields
+        for key in _fields_of(section)
+    ]
+    close = difflib.get_close_matches(name, [*keys, *OTHER_VARIABLES], n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError(
+        f"{name}: unknown environment variable: {hint}rename or unset it; valid variables: KVR_SECTION__KEY, with two "
+        f"underscores, for each key of a job, {', '.join(OTHER_VARIABLES)}"
+    )
 
 
 def _of_task(spec: JobSpec, environ: Mapping[str, str]) -> JobSpec:

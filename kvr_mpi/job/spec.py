@@ -321,6 +321,11 @@ class JobSpec(Strict):
         return self.prompt.template if isinstance(self.prompt.template, dict) else {}
 
     @property
+    def keeps_kv(self) -> bool:
+        """Whether the keys and values of a prompt are needed after its prefill: not if documents are only read."""
+        return self.output.reads is None or bool(self.output.kv or self.prompts)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether keys and values are sharded over the ranks of a chain, which decode together."""
         return self.output.kv == "sharded" or (

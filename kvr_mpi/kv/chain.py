@@ -382,6 +382,7 @@ class SliceRow(RowCache):
     reserve_tokens : room for decoded tokens on the decode rank.
     stop_after : leave the model after this many layers (for timing a few of them).
     is_sharded : every rank keeps its own tokens, and no rank keeps all.
+    keeps : whether any rank keeps keys and values.
     retain : what compression keeps of each layer, once the decode rank has attended in that layer. The rest is dropped,
         so this rank never holds all layers uncompressed. All heads keep the tokens decoded later.
     write_layer : called for each complete layer with the keys and values of this rank's own tokens.
@@ -410,6 +411,7 @@ class SliceRow(RowCache):
         prefix: SequenceKV | None = None,
         stop_after: int | None = None,
         is_sharded: bool = False,
+        keeps: bool = True,
         retain: Retain | None = None,
         write_layer: WriteLayer | None = None,
     ) -> None:
@@ -431,7 +433,7 @@ class SliceRow(RowCache):
                 raise ValueError(f"the observation window, tokens {window}, is not in the last slice, {first, last}")
         (self.start, end), self.prompt_tokens = relay.own, relay.partition.tokens
         self.is_sharded, self.in_parts = is_sharded, loaded.attends_in_parts
-        self.sequence = self._make_sequence(loaded, pool, self.prompt_tokens + reserve_tokens, end)
+        self.sequence = self._make_sequence(loaded, pool, self.prompt_tokens + reserve_tokens, end) if keeps else None
         self.slab_start = prefix.length if prefix is not None and self.in_parts else 0
         self.clock = Clock(self.device) if transfers is None else transfers.clock
         self._write_layer = write_layer

@@ -169,11 +169,6 @@ class SequenceKV:
         """Whether its rows are read from a file."""
         return self.source is not None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether all layers have been opened."""
-        return None not in self.layers
-
     def first_kept(self, layer_idx: int) -> int:
         """Position of the first token of a layer that this rank keeps.
 
@@ -235,8 +230,6 @@ class SequenceKV:
             room = (self.capacity if self.is_last else self.stop) - first
             spans = self._reserve([0] * shape.num_kv_heads, shape, room, first)
         self.layers[layer_idx] = spans
-        if self.longest is not None and self.is_open:
-            self._read = self._reader = None  # closes the file: it is held for all prompts that continue it
         return spans
 
     def reserve(self, layer_idx: int, counts: Sequence[int], heads: Sequence[int] | None = None) -> list[RowSpan]:

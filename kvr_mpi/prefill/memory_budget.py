@@ -80,12 +80,14 @@ class Footprint:
     takes_chunks : whether the model's layers can be run in chunks.
     on_gpu : whether prompts run on a GPU, where activations take no more than their bytes and layers are compressed
         late.
+    keeps_kv : whether the decode rank keeps all layers; otherwise it releases them like the other ranks.
     """
 
     shape: ModelShape
     activations: Callable[[int, int | None], int]
     takes_chunks: bool = False
     on_gpu: bool = False
+    keeps_kv: bool = True
 
     @property
     def heap_share(self) -> float:
@@ -101,13 +103,14 @@ class Footprint:
         `is_sharded` every rank keeps only its own tokens; with a `drop` the decode rank holds the retained tokens, and
         a few whole layers.
         """
-        is_decode_rank, (start, stop) = relay.is_last, relay.own
+        is_decode_rank, (start, stop) = relay.is_last and self.keeps_kv, relay.own
+        is_alone = relay.partition.size == 1 and not self.shape.has_states
         layers = sorted((layer.elements for layer in self.shape.layers), reverse=True)
         reserved = reserve_tokens if is_decode_rank else 0
         computed = stop - start
         kept = (computed + reserved) * sum(layers) if is_sharded else 0
         if is_sharded or not is_decode_rank:
-            layers = layers[: LAYERS_HELD + 1 + LAYERS_AHEAD]
+            layers = layers[: 1 if is_alone else LAYERS_HELD + 1 + LAYERS_AHEAD]
         tokens = stop + (0 if is_sharded else reserved)
         activation_bytes = self.activation_bytes(computed, max(end - first for first, end in relay.chunks))
         if drop is not None and is_decode_rank and drop.repeated_tokens:
@@ -115,7 +118,6 @@ class Footprint:
         needs = (tokens * sum(layers) + kept) * self.shape.dtype_bytes + activation_bytes
         if is_sharded or not is_decode_rank:
             return needs
-        is_alone = relay.partition.size == 1 and not self.shape.has_states
         ahead = 0 if is_alone else LAYERS_AHEAD if drop is None else FEW_AHEAD
         late = drop.late_layers if drop is not None and self.on_gpu else 0
         in_flight = min(len(layers), 1 + ahead + late) * layers[0]
@@ -256,7 +258,7 @@ def check_fits(
     advice = f"{enough} ranks would be enough" if enough else "more ranks would not help"
     if not enough and drop is not None:
         advice += ", since the last one keeps all that compression does not drop"
-    elif not enough and not is_sharded:
+    elif not enough and not is_sharded and footprint.keeps_kv:
         advice += ", since the last one keeps them all (unless output.kv = 'sharded')"
     raise DocumentError(
         f"a prompt of {tokens} tokens does not fit: rank {rank} of {size} needs {needs[rank] / GIB:.2f} GiB in "

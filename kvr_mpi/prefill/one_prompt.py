@@ -108,6 +108,7 @@ class CacheOptions(TypedDict, total=False):
     stop_after: int | None
     prefix: SequenceKV | None
     is_sharded: bool
+    keeps: bool
     retain: Retain | None
     write_layer: WriteLayer | None
 

@@ -253,6 +253,7 @@ class ChainRunner:
             or session.repeats,
             write_layer=write,
             is_sharded=self.is_sharded,
+            keeps=session.spec.keeps_kv,
             retain=session.retain_of(plan.prompt),
             chunk_tokens=plan.chunk_tokens,
             pool=session.pool,

@@ -149,7 +149,8 @@ class Planner:
 
         def fits(chunk_tokens: int | None) -> bool:
             needs = self._slice_bytes(relays(partition, known, chunk_tokens), self.size - 1, prompt.new_tokens, drop)
-            rows = 0 if self._spec.is_sharded else self._session.kv_bytes(prompt.tokens + prompt.new_tokens)
+            is_kept = self._spec.keeps_kv and not self._spec.is_sharded
+            rows = self._session.kv_bytes(prompt.tokens + prompt.new_tokens) if is_kept else 0
             free = min(self._free_bytes)
             return self._has_room(free, needs[-1], rows, 0) and all(
                 self._has_room(free, each, 0, 0) for each in needs[:-1]
@@ -197,6 +198,8 @@ class Planner:
         elif plan.partition is not None:
             if self._spec.is_sharded:
                 kept = [-(-kept[rank] // self.size)] * self.size
+            elif not self._spec.keeps_kv:
+                kept = [0] * self.size
             if footprint is not None:
                 slices = relays(plan.partition, plan.known_tokens, plan.chunk_tokens)
                 needs = self._slice_bytes(slices, rank, prompt.new_tokens, drop)

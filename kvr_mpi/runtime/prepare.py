@@ -138,6 +138,7 @@ def prepare(
     footprint = None
     if not spec.is_plain:
         footprint = check_together(partial(_footprint_of, loaded, *longest, min(free_bytes)))
+        footprint = replace(footprint, keeps_kv=spec.keeps_kv)
     if in_pages:  # into which prefixes are copied
         pool = check_together(partial(_make_pool, loaded, sum(longest), footprint, free_bytes[ranks.lane.rank]))
     is_chosen = spec.decode.mode == "auto" and not isinstance(sharing, str | None)
@@ -414,10 +415,12 @@ def _make_pool(loaded: LoadedModel, longest: int, footprint: Footprint | None, f
     each = loaded.shape.kv_bytes_per_token
     room = free_bytes
     if footprint is not None:
+        packed = PACK_TOKENS[loaded.device.type]
         tokens = max(1, min(longest, MOST_COUNTED, free_bytes // each))
-        rest = footprint.slice_bytes(Relay(Partition((0, tokens)), 0)) - tokens * each
-        room -= max(rest, footprint.activation_bytes(max(tokens, PACK_TOKENS[loaded.device.type])))
-        if room < (pages_for(tokens) + 1) * PAGE_ROWS * each:
+        kept = tokens if footprint.keeps_kv else 0
+        rest = footprint.slice_bytes(Relay(Partition((0, tokens)), 0)) - kept * each
+        room -= max(rest, footprint.activation_bytes(max(tokens, packed)))
+        if room < (pages_for(kept or packed) + 1) * PAGE_ROWS * each:
             room = int(POOL_SHARE * free_bytes)
     pages = room // (each * PAGE_ROWS)
     return Pool(loaded.shape.layers, loaded.dtype, loaded.device, max(1, pages) * PAGE_ROWS)

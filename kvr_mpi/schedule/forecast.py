@@ -274,7 +274,7 @@ def with_memory(
     config : configuration of the model, or of a rank's part of it.
     memory_bytes, held_bytes : memory of a rank, and how much of it is in use before the first prompt.
     """
-    settings = spec.compress
+    settings, footprint = spec.compress, replace(footprint, keeps_kv=spec.keeps_kv)
 
     def drop_of(tokens: int) -> PlannedDrop | None:
         if settings is None:

@@ -33,6 +33,15 @@ def find_runs(paths: Sequence[Path]) -> tuple[tuple[Path, ...], tuple[str, ...]]
     return tuple(dict.fromkeys(found)), tuple(_missing(found)) if several else ()
 
 
+def shares_beside(folder: Path) -> list[Path]:
+    """List the folders of the other shares of an array's corpus, by number; none if the folder is not named as one."""
+    share = SHARE_NAME.fullmatch(folder.name)
+    if share is None or not is_folder(folder.parent):
+        return []
+    found = ((name, SHARE_NAME.fullmatch(name)) for name in names_in(folder.parent) if name != folder.name)
+    return sorted((folder.with_name(name) for name, one in found if one and one[2] == share[2]), key=_by_number)
+
+
 def common_header(paths: Sequence[Path]) -> Header:
     """Read the header of runs; runs without results have none.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -57,19 +56,25 @@ class StoredPrefix:
         start, stop = bounds or (0, len(ids))
         heads = None if loaded.part is None else loaded.part.own_kv_heads
 
-        @cache
-        def reader() -> KVReader:
-            kv, tokens = open_prompt(self.name, self.pieces)
-            _check(self.name, kv, tokens.ids, ids, loaded)
-            return kv
+        kv: KVReader | None = None  # while layers are read
 
         def read(layer: int) -> StoredRows:
-            if layer not in (kv := reader()).layers:
+            nonlocal kv
+            if kv is None:
+                kv, tokens = open_prompt(self.name, self.pieces)
+                _check(self.name, kv, tokens.ids, ids, loaded)
+            if layer not in kv.layers:
                 return None
+            rows: StoredRows
             if self.compression:
-                return _read_heads(self.name, kv, layer, len(ids), heads)
-            keys, values = kv.read(layer, sequence.first_kept(layer), stop, heads)
-            return torch.cat([keys.flatten(1), values.flatten(1)], 1)
+                rows = _read_heads(self.name, kv, layer, len(ids), heads)
+            else:
+                keys, values = kv.read(layer, sequence.first_kept(layer), stop, heads)
+                rows = torch.cat([keys.flatten(1), values.flatten(1)], 1)
+            if layer == kv.layers[-1]:  # no file stays open while answers are decoded
+                kv.close()
+                kv = None
+            return rows
 
         sequence = SequenceKV(
             loaded,

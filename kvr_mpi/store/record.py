@@ -81,7 +81,7 @@ class Record:
     text_tokens: int = stored("tokens of the document's text, in all its prompts", 0, if_asked=True)
     dropped_tokens: int = stored("tokens of the text cut from a prompt that was too long", 0)
     new_tokens: int = stored("", 0)
-    finish_reason: str = stored("", "")
+    finish_reason: str = stored("stop, length or repetition; empty: no answer", "")
     strategy: str = stored("", "")
     ttft_s: float = stored(
         "from the chain's start on this prompt to its first token; of parts, the sum of their prefills", 0.0

@@ -142,7 +142,7 @@ def test_nothing_to_write_and_ends_at_once() -> None:
     batch = batch_of(loaded, 0)
     batch.add("nothing", alone(loaded, prompt(5)), prompt(5), 0)
     nothing = finish(batch)["nothing"].answer
-    assert nothing is not None and (nothing.token_ids, nothing.text, nothing.finish_reason) == ((), "", "length")
+    assert nothing is not None and (nothing.token_ids, nothing.text, nothing.finish_reason) == ((), "", "")
     batch = begun(loaded, (5, 9), eos_token_id=truth_of(loaded, other_prompt(5))[0])
     assert batch.running == 2
     (ends,) = batch.step()

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import settings as runs
 from hypothesis import strategies as st
 from rows import ready
-from transformers import GenerationConfig, LogitsProcessorList
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from kvr_mpi.decode import sampling
 from kvr_mpi.decode.grammar import Grammars
@@ -141,3 +142,50 @@ def test_a_document_whose_settings_fail_fails_alone() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogitsProcessorList, "__call__", short)
         assert choose_tokens(answers(0.7), logits) == truth
+
+
+def test_answers_whose_batch_fails_late_draw_the_same_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, logits, div = params(), torch.randn(3, 199), torch.div
+
+    def answers() -> list[DecodeSequence]:
+        rules = job.adapted(OwnGeneration(temperature=1.5))
+        return [DecodeSequence(rules, [1], at, torch.device("cpu")) for at in range(3)]
+
+    def short(probabilities: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        if len(probabilities) > 1:
+            raise MemoryError("too many rows")
+        return div(probabilities, *given, **options)
+
+    truth = choose_tokens(answers(), logits)
+    monkeypatch.setattr(torch, "div", short)
+    assert choose_tokens(answers(), logits) == truth
+
+
+class Sorted(TorchDispatchMode):
+    """Collects how long the rows are that are sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.sort:
+            self.lengths.append(args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 0.5), (7, 0.3), (20, 0.9), (60, 0.95), (400, 0.8)])
+def test_top_p_after_top_k_keeps_what_transformers_keeps_and_sorts_few(top_k: int, top_p: float) -> None:
+    draw = torch.Generator().manual_seed(top_k)
+    for scale in (1.0, 4.0):
+        logits = scale * torch.randn(4, 301, generator=draw)
+        logits[1] = logits[1].to(torch.bfloat16).float()  # some are equal
+        logits[2] = logits[2].round(decimals=1)
+        logits[3, 5:] = -torch.inf
+        rules = params().adapted(OwnGeneration(temperature=1.0, top_k=top_k, top_p=top_p))
+        wanted = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits))
+        with Sorted() as found:
+            kept = rules.processors(1, logits.device)(torch.zeros(4, 1, dtype=torch.int64), logits)
+        assert torch.equal(kept[[0, 3]], wanted[[0, 3]])
+        assert torch.equal(kept.sort().values, wanted.sort().values), "of equal ones, any"
+        assert found.lengths and max(found.lengths) < 301 or top_k > 301

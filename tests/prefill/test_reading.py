@@ -56,6 +56,9 @@ def test_what_is_read_is_that_of_one_process(kind: str, monkeypatch: pytest.Monk
     for name, reading in READINGS.items():
         for cut in ((0, TOKENS), (0, 2, 3, TOKENS), (0, 9, 30, 58, TOKENS)):
             found[f"{name}, {cut}"] = name, read_on(loaded, ids, Partition(cut), reading).read
+            passing = read_on(loaded, ids, Partition(cut), reading, keeps=False)
+            found[f"{name}, {cut}, nothing is kept"] = name, passing.read
+            assert passing.cache is None
         if loaded.attends_in_parts and not loaded.shape.has_states:
             halves = Partition((0, 20, TOKENS))
             found[f"{name}, chunks"] = name, read_on(loaded, ids, halves, reading, chunk_tokens=7, last=0).read

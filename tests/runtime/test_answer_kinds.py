@@ -92,7 +92,7 @@ def test_continuations_of_a_list_are_scored(run_job: Any, run_kvr: Kvr) -> None:
     ran = run_job(1, SCORED)
     found = ran.records
     for record in found.values():
-        assert record.answer == "" and record.new_tokens == 0 and record.status == "done"
+        assert record.answer == record.finish_reason == "" and record.new_tokens == 0 and record.status == "done"
         assert [score["text"] for score in record.scored] == [" yes", " Nobody had seen it", " no"]
         for score in record.scored:
             assert score["logprob"] == pytest.approx(sum(score["token_logprobs"]))

@@ -14,6 +14,7 @@ import pytest
 from made_jobs import TEXT, Ran, last_line
 from made_runs import kv_in
 
+from kvr_mpi.decode.batch import DecodeBatch
 from kvr_mpi.runtime.reuse import StoredBeginnings, hash_blocks
 from kvr_mpi.runtime.stored_source import scan_stored
 from kvr_mpi.store.kv import BLOCK_TOKENS, CachedTokens
@@ -91,18 +92,25 @@ def test_some_documents_a_file_of_questions_and_resuming(run: Path, tmp_path: Pa
     assert "4 questions already done" in ask(*asked, ranks=3, to="asked", words=["--resume"]).log
 
 
-def test_a_document_is_opened_once_for_all_questions_about_it(
+def test_a_document_is_opened_once_for_all_questions_about_it_and_closed_before_these_are_answered(
     run: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, real = list[str](), KVReader.__init__
+    opened, real, step, open_files = list[str](), KVReader.__init__, DecodeBatch.step, list[str]()
 
     def count(reader: KVReader, name: str, *args: Any, **how: Any) -> None:
         opened.append(name)
         real(reader, name, *args, **how)
 
+    def look(batch: DecodeBatch) -> Any:
+        files = Path("/proc/self/fd").iterdir()
+        open_files.extend(str(file.readlink()) for file in files if file.is_symlink())
+        return step(batch)
+
     monkeypatch.setattr(KVReader, "__init__", count)
+    monkeypatch.setattr(DecodeBatch, "step", look)
     assert len(ask(run).records) == 10
     assert sorted(opened) == [f"doc-{n}.txt" for n in range(5)]
+    assert open_files and not [file for file in open_files if file.startswith(f"{run}/") and file.endswith(".h5")]
 
 
 def test_answers_stay_when_keys_and_values_are_pruned(run: Path, ask: Ask, run_kvr: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from constants import Kvr
 from made_jobs import TEXT
 
 from kvr_mpi.errors import EXIT_BAD_DATA, EXIT_CONFIG
@@ -68,6 +69,17 @@ def test_a_run_keeps_its_date(model: str, run_job: Any, ask_about: Any, tmp_path
         assert record.prompt_sha256 == given[name].prompt_sha256 != today[name].prompt_sha256
     refused = run_job(1, *settings, "prompt.date='2026-03-01'", to="out", words=["--resume"], code=EXIT_CONFIG)
     assert "prompt.date was" in refused.log
+
+
+def test_the_shares_of_an_array_have_one_date(model: str, run_job: Any, run_kvr: Kvr, tmp_path: Path) -> None:
+    settings = (model, "prompt.template={text}", "generation.max_new_tokens=2")
+    whole = run_job(1, *settings).records
+    run_job(1, *settings, "documents.shard=1/2", to="array/share-1-of-2")
+    Clock.today_is = datetime(2026, 2, 1, 0, 1)
+    run_job(1, *settings, "documents.shard=0/2", to="array/share-0-of-2")
+    assert run_kvr("merge", tmp_path / "array", "-o", tmp_path / "all.h5")[0] == 0
+    found = {record.id: record.prompt_sha256 for record in open_results(tmp_path / "all.h5").records()}
+    assert found == {name: record.prompt_sha256 for name, record in whole.items()}
 
 
 def test_variables_of_the_chat_template(model: str, run_job: Any, batch_of: Any) -> None:

@@ -18,11 +18,13 @@ from kvr_mpi.compress.planned_drop import planned_drop
 from kvr_mpi.compress.registry import METHODS
 from kvr_mpi.compress.settings import CompressSettings
 from kvr_mpi.errors import DocumentError
+from kvr_mpi.kv.chain import SliceLayer
 from kvr_mpi.kv.relay import Relay
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.memory_budget import check_fits, footprint_of, ranks_that_fit
 from kvr_mpi.prefill.one_prompt import prefill_kvr
+from kvr_mpi.prefill.reading import Reading
 from kvr_mpi.runtime import host_memory as memory
 from kvr_mpi.runtime import prepare
 from kvr_mpi.transport.local import run_local
@@ -93,6 +95,30 @@ def test_what_compression_drops_is_planned_with(method: str, ranks: int) -> None
     if ranks == 1:
         layer_bytes = (tokens + 8) * loaded.shape.kv_bytes_per_token // len(loaded.shape.layers)
         assert max(held) <= 1.15 * (cache.nbytes + layer_bytes), "what is kept, and one layer"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_only_read_a_document_hold_a_few_layers_of_it(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, partition, attend = deep(16), Partition.even(400, ranks), SliceLayer.attend
+    prepare_model(loaded.model, chain=True)
+    footprint = replace(footprint_of(loaded.model.config, loaded.dtype), keeps_kv=False)
+    relays = [Relay(partition, rank) for rank in range(ranks)]
+    planned = [footprint.slice_bytes(each) - footprint.activation_bytes(400 // ranks) for each in relays]
+    held: list[list[int]] = [[] for _ in relays]
+
+    def watched(layer: SliceLayer, *given: Any) -> torch.Tensor:
+        slabs = (each.slab.nbytes for each in layer.cache.layers if each.slab is not None)
+        held[layer.cache.relay.position].append(sum(slabs))
+        return attend(layer, *given)
+
+    how: Any = {"reading": Reading("mean"), "keeps": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(SliceLayer, "attend", watched)
+        run_local(ranks, lambda rank: prefill_kvr(loaded, prompt(400), partition, rank, **how))
+    for own, most, relay in zip(held, planned, relays, strict=True):
+        assert 0 < max(own) <= most < relay.own[1] * loaded.shape.kv_bytes_per_token
+    with pytest.raises(DocumentError, match="more ranks would not help$"):
+        check_fits(footprint, partition, [1] * ranks, 0)
 
 
 @pytest.mark.parametrize(("method", "is_safe"), [("snapkv", True), ("pyramidkv", False), ("ada-snapkv", False)])

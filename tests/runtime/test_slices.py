@@ -42,6 +42,7 @@ def chain_of(size: int, **session: Any) -> Any:
         "spec": SimpleNamespace(
             is_plain=False,
             is_sharded=False,
+            keeps_kv=True,
             questions=None,
             chunk_tokens="auto",
             generation=SimpleNamespace(max_new_tokens=4),
@@ -156,6 +157,7 @@ def test_every_rank_keeps_its_shard_and_else_the_last_one_all() -> None:
     spec = SimpleNamespace(
         is_plain=False,
         is_sharded=True,
+        keeps_kv=True,
         questions=None,
         chunk_tokens="auto",
         generation=SimpleNamespace(max_new_tokens=4),
@@ -182,6 +184,7 @@ def test_a_short_prompt_that_does_not_fit_whole_runs_in_chunks() -> None:
         activation_bytes=lambda tokens: 1000,
         slice_bytes=lambda relay, **given: 20 * max(stop - start for start, stop in relay.chunks),
         takes_chunks=True,
+        keeps_kv=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
     planner = Planner(chain_of(1, footprint=footprint))
@@ -214,6 +217,7 @@ def test_what_compression_drops_makes_room_and_is_not_kept(dropped: int, free: i
         activation_bytes=lambda tokens: 0,
         slice_bytes=slice_bytes,
         takes_chunks=True,
+        keeps_kv=True,
         shape=SimpleNamespace(kv_bytes_per_token=1),
     )
     drop = PlannedDrop(dropped, 0) if dropped else None
