@@ -27,7 +27,6 @@ class FixedTag(IntEnum):
     SHARED_HEADS = 1
     GATHER = 2
     SUM = 3
-    MEETING = 4
     LINK = 5
     CLOCK = 6
 
