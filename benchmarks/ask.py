@@ -47,9 +47,8 @@ from kvr_mpi.kv.sequence import SequenceKV
 from kvr_mpi.model import LoadedModel
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr
-from kvr_mpi.prefill.packed import decode_packed, prefill_packed
+from kvr_mpi.prefill.packed import Gathering, decode_packed, prefill_packed, share_out_stored
 from kvr_mpi.prefill.self_check import check_chain
-from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
 from kvr_mpi.runtime.loading import load_on_all
 from kvr_mpi.store.kv import CachedTokens, Piece
 from kvr_mpi.store.kv_reader import KVReader
@@ -230,9 +229,10 @@ class Bench:
         self.world.barrier()
         began = time.perf_counter()
         document = self.open(file, bounds, tokens + len(self.question) + NEW_TOKENS)
-        prompts, reserve = [[*self.ids, *self.question]] * questions, [NEW_TOKENS] * questions
-        prefills = prefill_stored(
-            self.loaded, prompts, document, self.world, reserve_tokens=reserve, last=self.world.size - 1
+        prompts, gathering = [[*self.ids, *self.question]] * questions, Gathering(self.loaded, self.world)
+        last = self.world.size - 1
+        prefills = prefill_packed(
+            self.loaded, prompts, prefix=document, reserve_tokens=NEW_TOKENS, gathering=gathering, last=last
         )
         seconds = time.perf_counter() - began
         assert all(prefill.error is None for prefill in prefills), prefills[0].error

@@ -120,9 +120,13 @@ def _main(command: click.Command, name: str) -> NoReturn:
 
     Only the first rank prints help and errors in the arguments, which are the same on all ranks.
     """
+    from kvr_mpi.cli.environment import cache_folder
+    from kvr_mpi.cli.module_scan import remember_modules
+
     is_first = _rank() == 0
     if not is_first and {"-h", "--help", "--version"}.intersection(sys.argv[1:]):
         sys.exit(0)
+    remember_modules(cache_folder())
     try:
         code = command.main(prog_name=name, standalone_mode=False)
         sys.stdout.flush()  # here, where a closed pipe is handled, and not when the interpreter exits

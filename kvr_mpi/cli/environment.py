@@ -22,10 +22,9 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
     """Read cores, threads, cache folder and the batch system's deadline; docs/reference.py lists all variables."""
     from kvr_mpi.runtime.session import Machine
 
-    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads = environ.get("OMP_NUM_THREADS", "")
     return Machine(
-        cache_dir=Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi"),
+        cache_dir=cache_folder(environ),
         cores=usable_cores(),
         threads=int(threads) if threads.isdecimal() and int(threads) > 0 else None,
         offline=is_offline(environ),
@@ -33,6 +32,12 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Machine:
         checks_memory=environ.get("KVR_CHECK", "").upper() in TRUE_VALUES,
         deadline_s=end_time(environ)[0],
     )
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for converted models, compiled kernels and what transformers consists of."""
+    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(environ.get("KVR_CACHE") or Path(caches) / "kvr-mpi")
 
 
 def read_peer_timeout(environ: Mapping[str, str] = os.environ) -> float:

@@ -53,7 +53,6 @@ class BatchEntry:
 
     @property
     def error(self) -> str | None:
-        """Why the prompt has no answer."""
         return None if self.writing is None else self.writing.error
 
     @property
@@ -181,8 +180,7 @@ class Group:
         sequence: SequenceKV = prefill.cache
         states = copy_states(sequence.states)
         try:
-            keep = torch.arange(len(ids), device=self.loaded.device)
-            return run_row(self.loaded, Row([sequence], [len(ids)]), ids, keep)
+            return run_row(self.loaded, Row([sequence], [len(ids)]), ids)
         finally:
             sequence.states = states
 
@@ -216,15 +214,10 @@ class Group:
         if documents[0].prefill.is_plain:
             token = torch.tensor([last], device=self.loaded.device)
             return run_model(self.loaded.model, token, documents[0].prefill.cache)
-        if self._why_alone is None:
-            row = self._row_of(documents)
-            if row.tokens != counts:
-                row.take(counts)
-            return self.recorder.run(row, last)
-        row = Row([documents[0].prefill.cache], counts)
-        logits = run_row(self.loaded, row, last, torch.arange(len(last), device=self.loaded.device))
-        row.advance()
-        return logits
+        row = self._row_of(documents)
+        if row.tokens != counts:
+            row.take(counts)
+        return self.recorder.run(row, last)
 
     def _run_anew(self, document: BatchEntry, writing: DecodeSequence) -> torch.Tensor:
         """Recompute prompt and answer on this rank; return the last logits (vocab_size,)."""

@@ -55,7 +55,6 @@ class LogprobTrace:
         self._row = None
 
     def finish(self, tokenizer: Any, token_ids: list[int]) -> TokenLogprobs:
-        """Return all values."""
         logprobs: list[float] = torch.stack(self._chosen).tolist() if self._chosen else []
         tokens: list[int] = torch.cat([found for found, _ in self._likeliest]).tolist() if self._likeliest else []
         values: list[float] = torch.cat([found for _, found in self._likeliest]).tolist() if self._likeliest else []

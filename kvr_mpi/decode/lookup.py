@@ -75,7 +75,6 @@ class Acceptance:
         return (self._right[matched] + EXPECTED_WEIGHT * before) / (self._compared[matched] + EXPECTED_WEIGHT)
 
     def see(self, matched: int, is_right: bool) -> None:
-        """Count a comparison."""
         matched = min(matched, LONGEST_MATCH)
         self._compared[matched] = KEPT_WEIGHT * self._compared[matched] + 1
         self._right[matched] = KEPT_WEIGHT * self._right[matched] + is_right
@@ -100,7 +99,6 @@ class StepTimes:
         self._steps = 0
 
     def see(self, documents: int, rows: int, seconds: float) -> None:
-        """Count a step."""
         key = self._key(documents, rows)
         found = self._seconds.setdefault(key, deque(maxlen=self.COUNTED))
         if self._is_old(key):
@@ -207,7 +205,6 @@ class Lookup:
         self._expected, self._times, self.most_rows = Acceptance(), StepTimes(), MOST_ROWS
 
     def new_acceptance(self) -> Acceptance:
-        """Return the acceptance of a new answer."""
         return Acceptance(self._expected)
 
     def choose(self, candidates: Sequence[Candidate]) -> list[list[int]]:

@@ -60,7 +60,6 @@ class TokenCounts:
         return len(self._places)
 
     def add(self, token: int) -> None:
-        """Count one occurrence of a token."""
         place = self._places.setdefault(token, len(self._places))
         self.tokens[place] = token
         self.counts[place] += 1

@@ -440,7 +440,6 @@ class DecodeSequence:
             self.write(int(self.choose(logits.clone())))  # a copy: other samples begin with the same logits
 
     def fail(self, why: str) -> None:
-        """Record an error; the answer ends."""
         self.error, self.finish_reason = why, "error"
 
     def write(self, token: int) -> None:

@@ -32,7 +32,7 @@ from kvr_mpi.model.rope import depends_on_length
 from kvr_mpi.model.tp_group import TensorParallelGroup, recording
 from kvr_mpi.prefill.exactness import allowed_error, error_share
 from kvr_mpi.prefill.failure import is_out_of_memory
-from kvr_mpi.prefill.packed import decode_packed, run_step
+from kvr_mpi.prefill.packed import decode_packed, run_inputs
 
 # Steps of a layout before it is recorded: recording takes about as long as one step.
 STEPS_BEFORE = 3
@@ -72,10 +72,10 @@ class StepGraph:
         recorded = Row(row.slots, table=self._table)  # not kept: it holds the sequences
         self._inputs[1, : len(recorded.lengths)] = torch.tensor(recorded.lengths, device=loaded.device)
         with fused_in_graph(loaded.model), record(loaded.device, loaded.tp_group) as self._graph:
-            self._logits = run_step(loaded, recorded, self._inputs)
+            self._logits = run_inputs(loaded, recorded, self._inputs)
 
     def run(self, row: Row, inputs: torch.Tensor) -> torch.Tensor:
-        """Replay a step after `Row.begin`; return the logits of `run_step`."""
+        """Replay a step after `Row.begin`; return the logits of `run_inputs`."""
         count = inputs.shape[1]
         is_filled = self._filled_for is not None and self._filled_for() is row and self._filled_with == row.tokens
         if not is_filled or self._table.moves != self._table.pool.moves:
@@ -125,10 +125,10 @@ class StepRecorder:
         graph = self._graph_for(row)
         if graph is None:
             return decode_packed(self.loaded, row, tokens)
+        logits = graph.run(row, torch.tensor([list(tokens), row.begin()], device=self.loaded.device))
         if not graph.checks_left:
-            return decode_packed(self.loaded, row, tokens, lambda inputs: graph.run(row, inputs))
-        inputs = torch.tensor([list(tokens), row.begin()], device=self.loaded.device)
-        logits = graph.run(row, inputs)
+            row.advance()
+            return logits
         truth = decode_packed(self.loaded, row, tokens)
         is_finite = truth.amax(-1).isfinite()
         are_all_finite = bool(is_finite.all())  # waits for the GPU
@@ -143,7 +143,6 @@ class StepRecorder:
         return truth
 
     def forget(self) -> None:
-        """Free all graphs."""
         self._graphs.clear()
         self._taken.clear()
 

@@ -1,7 +1,7 @@
 """Decoding over sharded keys and values: each rank of a chain attends to its own tokens.
 
 Every rank runs the model on the last tokens, attends to the tokens that it keeps, and ends with the same logits
-(`prefill.stored_shares`). A prompt's home is the rank that keeps its last tokens.
+(`prefill.packed.Gathering`). A prompt's home is the rank that keeps its last tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 
 from kvr_mpi.decode.batch import MAX_SEQUENCES
 from kvr_mpi.decode.group import BatchEntry, Group
+from kvr_mpi.kv.row import Row
+from kvr_mpi.model import LoadedModel
 from kvr_mpi.prefill.one_prompt import Prefill
-from kvr_mpi.prefill.stored_shares import run_sharded
+from kvr_mpi.prefill.packed import Gathering
 from kvr_mpi.transport import Transport
 
 
@@ -25,8 +27,11 @@ class TokenGroup(Group):
 
     ranks: Transport
 
+    def __init__(self, loaded: LoadedModel, ranks: Transport) -> None:
+        super().__init__(loaded, ranks)
+        self._gathering = Gathering(loaded, ranks)
+
     def is_home(self, prefill: Prefill) -> bool:
-        """Whether this rank has a prompt's last shard."""
         return self.ranks.rank == prefill.last
 
     def rows(self, documents: Sequence[BatchEntry], most: int | None) -> list[list[BatchEntry]]:
@@ -36,17 +41,15 @@ class TokenGroup(Group):
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why no step runs several tokens of a prompt."""
         return "the ranks of a chain that share keys and values have to run the same tokens"
 
     def run(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """Run the model on all ranks; return logits (prompts, vocab_size), the same on all of them."""
-        sequences = [each.prefill.cache for each in documents]
-        logits = run_sharded(self.loaded, sequences, [[each.last_token] for each in documents], self.ranks)
-        for sequence in sequences:
-            sequence.length += 1
+        row = self._row_of(documents, self._gathering)
+        logits = self._gathering.run(row, [each.last_token for each in documents])
+        row.advance()
         return logits
 
     def look_ahead(self, prefill: Prefill, ids: Sequence[int]) -> torch.Tensor:
         """Compute logits (tokens, vocab_size) after each of some tokens that follow a prompt, without changing it."""
-        return run_sharded(self.loaded, [prefill.cache], [ids], self.ranks)
+        return self._gathering.run(Row([prefill.cache], [len(ids)], merge=self._gathering), ids)

@@ -71,6 +71,12 @@ def hash_id(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
 
 
+def has_hash(hashes: npt.NDArray[np.uint64], name: str) -> bool:
+    """Return whether the hash of an id is among sorted ones."""
+    at = int(np.searchsorted(hashes, wanted := np.uint64(hash_id(name))))
+    return at < len(hashes) and bool(hashes[at] == wanted)
+
+
 @dataclass(slots=True)
 class Strings:
     """Many strings in one block of memory; `ends` are the offsets at which they end."""
@@ -331,6 +337,11 @@ class _Rows:
         self.ids += name.encode("utf-8", "surrogatepass")
         self.ends.append(len(self.ids))
 
+    def add_digest(self, document: Document) -> None:
+        """Add the hash of the contents of the next document."""
+        self.digested.append(len(self))
+        self.digests += bytes.fromhex(document.sha256)[:DIGEST_BYTES]
+
     def index(self) -> Index:
         """Return the index."""
 
@@ -372,18 +383,13 @@ def index_spans(
     limit : stop after this many documents.
     """
     found, lines, patience = _Rows(), list[Lines](), 1.0
-
-    def is_recorded(name: str) -> bool:
-        at = int(np.searchsorted(recorded, np.uint64(hash_id(name))))
-        return at < len(recorded) and int(recorded[at]) == hash_id(name)
-
     for span in spans:
         path, name, before = files.paths[span.file], files.names[span.file], len(found)
         count: int | None = 0
         kind = files.format(span.file)
         try:
             if not kind.is_table:
-                _add_text(found, files, span.file, rows, is_read=is_recorded(name), patience=patience)
+                _add_text(found, files, span.file, rows, is_read=has_hash(recorded, name), patience=patience)
                 patience = 1.0
             else:
                 for count, place, row in _rows_of(path, files, span, rows, patience):  # noqa: B007
@@ -394,13 +400,10 @@ def index_spans(
                     document = check_document(document_of(row, rows, path, name, number))
                     is_named = document.id != row_name(name, number)
                     is_bad = document.error is not None
-                    wanted = len(recorded) and not is_bad and (not is_named or is_recorded(document.id))
-                    if wanted:
-                        found.digested.append(len(found))
-                        found.digests += bytes.fromhex(document.sha256)[:DIGEST_BYTES]
-                    found.add(
-                        *(span.file, place, number, document.chars, document.id if is_named else ""), is_bad=is_bad
-                    )
+                    if len(recorded) and not is_bad and (not is_named or has_hash(recorded, document.id)):
+                        found.add_digest(document)
+                    own = document.id if is_named else ""
+                    found.add(span.file, place, number, document.chars, own, is_bad=is_bad)
                     if limit is not None and len(found) >= limit:
                         break
         except UnavailableError as error:
@@ -437,20 +440,16 @@ def _add_text(found: _Rows, files: CorpusFiles, file: int, rows: RowFormat, *, i
     """Add a text file, whose contents are read only if there are results of it."""
     path, name = files.paths[file], files.names[file]
     listed = not os.path.islink(path)  # a link may lead nowhere
-    chars, is_bad, digest, document = 0, False, b"", None
     if is_read:
         ((_, row),) = read_rows(path, rows, listed=listed, patience=patience)
         document = check_document(document_of(row, rows, path, name, 0))
-        chars, is_bad = document.chars, document.error is not None
-        digest = b"" if is_bad else bytes.fromhex(document.sha256)[:DIGEST_BYTES]
+        chars = document.chars
     else:
-        chars = retried(partial(size_and_time, path), path, listed=listed, patience=patience)[0]
         document = check_document(Document(name, "x"))
-        is_bad = document.error is not None
-    if digest:
-        found.digested.append(len(found))
-        found.digests += digest
-    found.add(file, 0, 0, chars, document.id if document.id != name else "", is_bad=is_bad)
+        chars = retried(partial(size_and_time, path), path, listed=listed, patience=patience)[0]
+    if is_read and document.error is None:
+        found.add_digest(document)
+    found.add(file, 0, 0, chars, document.id if document.id != name else "", is_bad=document.error is not None)
 
 
 def _add_file_error(found: _Rows, span: FileSpan, error: str) -> None:
@@ -579,17 +578,12 @@ def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
     first: dict[str, int] = {}
     copies: dict[str, int] = {}
     renamed: dict[int, str] = {}
-
-    def is_taken(name: str) -> bool:
-        at = int(np.searchsorted(ordered, np.uint64(hash_id(name))))
-        return at < len(ordered) and int(ordered[at]) == hash_id(name)
-
     for number in np.flatnonzero(np.isin(hashes, repeated)).tolist():
         name = index.own_id(number, files)
         if first.setdefault(name, number) == number:
             continue
         copy = copies.get(name, 2)
-        while is_taken(f"{name}#{copy}"):
+        while has_hash(ordered, f"{name}#{copy}"):
             copy += 1
         copies[name], renamed[number] = copy + 1, f"{name}#{copy}"
         what = f"document {first[name] + 1} has the same id"

@@ -258,7 +258,6 @@ class HeadGroup(Group):
 
     @property
     def why_no_drafts(self) -> str | None:
-        """Why no step runs several tokens of a prompt."""
         return "the ranks of a chain that share heads have to run the same tokens"
 
     def run(self, documents: Sequence[BatchEntry], drafts: Sequence[Sequence[int]] = ()) -> torch.Tensor:
@@ -288,7 +287,6 @@ class HeadGroup(Group):
         return logits.tolist() if self._is_greedy else super().choose(documents, logits)
 
     def _sum(self, tensor: torch.Tensor) -> None:
-        """Sum over all ranks, in place."""
         self.ranks.all_reduce(tensor)
         self._meetings += 1
 

@@ -38,7 +38,6 @@ class LayerPlacement:
 
     @property
     def loads(self) -> Loads:
-        """Load of each rank."""
         found = np.zeros(self.ranks)
         for piece in self.pieces:
             found[piece.rank] += piece.load
@@ -46,7 +45,6 @@ class LayerPlacement:
 
     @property
     def heaviest(self) -> float:
-        """Largest load of a rank."""
         return float(self.loads.max())
 
     @property

@@ -49,7 +49,6 @@ class PlacedHeads:
         return ways[self.settings.placement]
 
     def group(self, loaded: LoadedModel, ranks: Transport, pool: Pool | None = None) -> HeadGroup:
-        """Make the group of some ranks (`HeadGroup`)."""
         return HeadGroup(loaded, ranks, self.placing(ranks.size), pool)
 
     def extra_bytes(self, loaded: LoadedModel) -> int:
@@ -61,7 +60,6 @@ class PlacedHeads:
         return sync_efficiency(place_layers(np.ones((self.layers, self.kv_heads)), ranks, self.placing(ranks)))
 
     def describe(self, ranks: int) -> str:
-        """Describe the placement in a few words."""
         copied = f", up to {ranks - 1} copies a layer" if self.settings.placement in ("equal", "proportional") else ""
         by = "" if self.settings.placement == "static" else ", by what they keep"
         return f"{self.settings.placement}{copied}{by}"

@@ -99,13 +99,8 @@ def gather_parts(part: PartialAttention, ranks: Transport) -> list[torch.Tensor]
 def merge_gathered(gathered: list[torch.Tensor]) -> PartialAttention:
     """Merge the result of `gather_parts` in a fixed order, so that all ranks get the same bits."""
     parts = torch.stack(gathered)
-    if len(parts) == 1:
-        return PartialAttention(parts[0, ..., :-1], parts[0, ..., -1])
     outs, lses = parts[..., :-1], parts[..., -1]
-    most = lses.amax(0)
-    weights = torch.exp(lses - most)
-    total = weights.sum(0)
-    return PartialAttention((outs * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1), most + total.log())
+    return PartialAttention((outs * lses.softmax(0).unsqueeze(-1)).sum(0), lses.logsumexp(0))
 
 
 def attend(

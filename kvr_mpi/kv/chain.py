@@ -33,7 +33,7 @@ from kvr_mpi.kv.relay import (
     in_two_groups,
     join_ranges,
 )
-from kvr_mpi.kv.sequence import Pair, SequenceKV, by_head, check_retained, copy_states
+from kvr_mpi.kv.sequence import Pair, SequenceKV, by_head, check_retained, copy_states, join_pieces
 from kvr_mpi.kv.states import StateLayer
 from kvr_mpi.model import LayerShape, LoadedModel
 from kvr_mpi.model.attention_hook import AttentionParams
@@ -120,10 +120,7 @@ class SliceLayer(RowLayer):
 
     def rows(self, first: int, last: int) -> Pair:
         """Keys and values of a range of tokens (1, kv_heads, tokens, dim); views unless some are of a prefix."""
-        pieces = self.pieces(first, last)
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat([keys for keys, _ in pieces], 2), torch.cat([values for _, values in pieces], 2)
+        return join_pieces(self.pieces(first, last))
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Write new tokens (1, kv_heads, tokens, head_dim) of the slice or its next chunk, and send them.
@@ -274,7 +271,7 @@ class SliceStateLayer(StateLayer, SliceLayer):
     """The states of one layer on one rank of a chain, which receives them before the layer and sends them after it."""
 
     def __init__(self, cache: SliceRow, layer_idx: int, shape: LayerShape) -> None:
-        StateLayer.__init__(self, cache, layer_idx, shape, None)
+        StateLayer.__init__(self, cache, layer_idx, shape)
         SliceLayer._begin(self)
         self._incoming: torch.Tensor | None = None
         self._outgoing: Transfer | None = None
@@ -282,7 +279,6 @@ class SliceStateLayer(StateLayer, SliceLayer):
         self.is_sent = False
 
     def post(self) -> None:
-        """Post the receives of keys and values, and then of the states."""
         SliceLayer.post(self)
         self._post_states()
 
@@ -295,7 +291,6 @@ class SliceStateLayer(StateLayer, SliceLayer):
                 self.segments.receive(STATES, self._incoming)
                 self.expect()
         elif cache.prefix is not None and not self.has_previous_state[0]:
-            self.expect()
             self.set_states(copy_states({0: cache.prefix.states[self.layer_idx]})[0])
         if self._outgoing is None and self.segments is not None and not relay.is_last:
             message = torch.zeros(self.state_bytes, dtype=torch.uint8, device=cache.device)
@@ -494,7 +489,6 @@ class SliceRow(RowCache):
         return [(tokens, self.prompt_tokens)]
 
     def append(self, layer: Any, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Append new tokens in a layer (`SliceLayer.append`)."""
         found: Pair = layer.append(keys, values)
         return found
 

@@ -52,7 +52,6 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
@@ -66,7 +65,6 @@ class Block:
         return self.row // PAGE_ROWS, pages_for(len(self.keys))
 
     def hold(self) -> Block:
-        """Add a holder."""
         self.pool.change_holders(self, 1)
         return self
 
@@ -110,12 +108,10 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Size of a paged pool."""
         return self.tokens // PAGE_ROWS * self.page_bytes
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
     def dummy_page(self, dims: Dims) -> int:
@@ -140,7 +136,6 @@ class Pool:
         return block
 
     def change_holders(self, block: Block, change: int) -> None:
-        """Add holders to a block, or remove some."""
         with self._lock:
             assert block.holders > 0, "it is free already"
             block.holders += change

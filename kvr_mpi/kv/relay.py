@@ -233,7 +233,6 @@ class LayerTransfers:
         prompt.sent_bytes += 0 if skipped is None else tensor[skipped:].nbytes
 
     def announce(self, number: int, tensor: torch.Tensor) -> Transfer:
-        """Announce a segment that this rank computes."""
         prompt = self.prompt
         dest, tag = prompt.rotation.rank_of(prompt.relay.position + 1), prompt.tag(self.layer_idx, number)
         transfer = prompt.forwarder.announce(tensor, dest, tag, layer=self.layer_idx)

@@ -54,12 +54,10 @@ class Rolling:
         return self.cache_tokens + self.step_tokens
 
     def kv_bytes(self, shape: ModelShape) -> int:
-        """Bytes of keys and values, independent of the prompt's length."""
         return self.rows * shape.kv_bytes_per_token
 
     @property
     def name(self) -> str:
-        """The name in records."""
         kind = f"{STREAMING_LLM}, {self.sinks} sinks" if self.sinks else "exact"
         return f"rolling cache of {self.cache_tokens} + {self.step_tokens} tokens ({kind})"
 

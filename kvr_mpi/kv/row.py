@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -33,8 +34,8 @@ from kvr_mpi.model.unit_table import Integers, Unit, UnitTable
 
 Reads = Literal["all", "last", "nothing"]
 Merge = Callable[[PartialAttention], PartialAttention]
-# Sequences of a row, from one to another, and closed spans that they have in common.
-Common = tuple[int, int, Sequence[RowSpan]]
+# A span, and from which to which sequence of a row it is common.
+Run = tuple[RowSpan, int, int]
 # Common rows from which on several sequences attend to them together, instead of each for itself.
 COMMON_ROWS = 512
 
@@ -67,7 +68,7 @@ class Row(RowCache):
         self.sequences, self.merge, self._reads = list(sequences), merge, reads
         self.take([1] * len(self.sequences) if tokens is None else tokens)
         loaded = sequences[0].loaded
-        self.in_parts, self._first_position = loaded.attends_in_parts, loaded.shape.first_position
+        self.in_parts = loaded.attends_in_parts
         self.is_step = self.in_parts and max(self.tokens) == 1
         first = self.sequences[0]
         self.device, self.dtype, self._is_rolling = loaded.device, loaded.dtype, first.rolling is not None
@@ -75,13 +76,13 @@ class Row(RowCache):
         self._is_recorded, self._table, self.is_paged = table is not None, table, first.pool.is_paged
         assert not (self.is_paged and self._is_rolling), "rolling caches move their rows, which tables do not follow"
         self._units: dict[int, UnitTable] = {}
-        self._groups: dict[int, list[Common]] = {}
+        self._runs: dict[int, list[Run]] = {}
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values that are not written yet
         kept = [idx for idx, shape in enumerate(first.shapes) if shape.elements]
         self._last_layer = kept[-1] if kept else -1
         super().__init__(
             [
-                StateLayer(self, idx, shape, first.states) if shape.states else RowLayer(self, idx, shape)
+                StateLayer(self, idx, shape) if shape.states else RowLayer(self, idx, shape)
                 for idx, shape in enumerate(first.shapes)
             ]
         )
@@ -100,13 +101,16 @@ class Row(RowCache):
 
         Raises `ValueError` if one has no room for its new tokens.
         """
-        self.current, self._new, self._is_advanced = None, None, False
+        self.current, self._new = None, None
         self.lengths = [sequence.length for sequence in self.sequences]
         pairs = zip(self.lengths, self.tokens, strict=True)
         self.before = [length + at for length, tokens in pairs for at in range(tokens)]
         self._whole, self._firsts = np.array(self.before) + 1, dict[Visibility, Integers]()
         # All that its tokens see is in the row.
         self._begins = self.merge is None and not self._is_rolling and not any(self.lengths)
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.set_states(self.sequences[0].states[layer.layer_idx])
         for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
             if sequence.length + tokens > sequence.capacity:
                 raise ValueError(f"a cache of {sequence.length} tokens is full; reserve room for the tokens to be run")
@@ -128,11 +132,9 @@ class Row(RowCache):
         return max(self.tokens) > 1 and not self.is_step
 
     @property
-    def positions(self) -> torch.Tensor:
-        """Positions of the new tokens (1, tokens), as the model counts them."""
-        pairs = zip(self.lengths, self.tokens, strict=True)
-        each = torch.cat([torch.arange(length, length + tokens) for length, tokens in pairs])
-        return each.unsqueeze(0).to(self.device) + self._first_position
+    def needs_positions(self) -> bool:
+        """Whether the model cannot count the positions of the new tokens from `length`."""
+        return len(self.sequences) > 1 or self._is_recorded
 
     def whole_lengths(self, tokens: int) -> list[tuple[int, int]]:
         """For each sequence, or each token of a step, the tokens and the length with them; 1 for empty slots."""
@@ -155,22 +157,20 @@ class Row(RowCache):
     def _edges(self) -> torch.Tensor:
         return torch.tensor(self._bounds, dtype=torch.int32, device=self.device)
 
-    def advance_table(self, lengths: torch.Tensor) -> None:
-        """Begin a step of paged sequences, given `before` (slots,), int64 on the device."""
+    def begin_on_device(self, before: torch.Tensor) -> None:
+        """Continue `begin`, given `before` (tokens,), int64 on the device."""
+        if not (self.is_step and self.is_paged):
+            return
         if self._table is None:
             width, is_complete = self.table_sizes
             self._table = PageTable(self.sequences[0], len(self._numbers), width, is_complete=is_complete)
         if self._table.moves != self._table.pool.moves and not self._is_recorded:
             self._table.fill(self.slots)
-        self._table.advance(lengths)
-        self._is_advanced = True
+        self._table.advance(before)
 
     def append(self, layer: RowLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write each sequence's new tokens to its rows."""
         at = layer.layer_idx
         if self.is_step and self.is_paged:
-            if not self._is_advanced:
-                self.advance_table(torch.tensor(self.before, device=self.device))
             assert self._table is not None, "the step has begun"
             self._table.write(at, keys, values)
         else:
@@ -234,7 +234,12 @@ class Row(RowCache):
             return None
         table = self._units.get(at)
         if table is None:
-            table = self._units[at] = self._unit_table(at, layer.shape)
+            units = [
+                Unit(begin, head, keys, values, span.filled, span.grows, span.first, end - begin)
+                for span, begin, end in self._spans(at)
+                for head, keys, values in zip(range(span.head, span.heads.stop), *span.pair, strict=True)
+            ]
+            table = self._units[at] = UnitTable(len(self.sequences), layer.shape.num_kv_heads, units)
         if not kernel.takes_units(query, table):
             return None
         if self._new is not None and not kernel.library.takes_new(*self._new, table):
@@ -246,23 +251,21 @@ class Row(RowCache):
         (out, lse), self._new = kernel.library.attend_units(query, table, *of_step), None
         return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0))
 
-    def _unit_table(self, at: int, shape: LayerShape) -> UnitTable:
-        """Make the table of our kernel; adjacent sequences that continue the same rows share their units."""
-        runs, latest = list[tuple[RowSpan, list[int]]](), dict[tuple[int, int], list[int]]()
-        for number, sequence in enumerate(self.sequences):
-            for span in sequence.open(at) if sequence.attends(at) else ():
-                rows = span.keys.data_ptr(), -1 - number if span.grows else span.filled
-                numbers = latest.get(rows)
-                if numbers is None or numbers[-1] != number - 1:
-                    numbers = latest[rows] = []
-                    runs.append((span, numbers))
-                numbers.append(number)
-        units = [
-            Unit(numbers[0], head, keys, values, span.filled, span.grows, span.first, len(numbers))
-            for span, numbers in runs
-            for head, keys, values in zip(range(span.head, span.heads.stop), *span.pair, strict=True)
-        ]
-        return UnitTable(len(self.sequences), shape.num_kv_heads, units)
+    def _spans(self, at: int) -> list[Run]:
+        """Spans of a layer that this rank attends to, each for the adjacent sequences that continue it."""
+        if at not in self._runs:
+            found, latest = list[Run](), dict[tuple[Block, int, int], int]()
+            for number, sequence in enumerate(self.sequences):
+                for span in sequence.open(at) if sequence.attends(at) else ():
+                    rows = span.block, span.at, -1 - number if span.grows else span.filled
+                    run = latest.get(rows)
+                    if run is not None and found[run][2] == number:
+                        found[run] = found[run][0], found[run][1], number + 1
+                    else:
+                        latest[rows] = len(found)
+                        found.append((span, number, number + 1))
+            self._runs[at] = found
+        return self._runs[at]
 
     def _attend_packed(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams, window: int | None
@@ -286,38 +289,23 @@ class Row(RowCache):
         # The log-sum-exp is (heads, queries); varlen_attn's own documentation is wrong.
         return PartialAttention(out.transpose(0, 1).unsqueeze(0), lse.view(1, *query.shape[1:3]).float())
 
-    def _common(self, at: int) -> list[Common]:
-        """Adjacent sequences of a layer without window or chunks that continue the same rows, and these rows."""
-        found = self._groups.get(at)
-        if found is None:
-            found = self._groups[at] = []
-            if self.sequences[0].shapes[at].visibility.size is None and len(self.sequences) > 1:
-                closed = [[span for span in sequence.open(at) if not span.grows] for sequence in self.sequences]
-                keys = [[(span.block, span.filled) for span in spans] or number for number, spans in enumerate(closed)]
-                for _, group in itertools.groupby(range(len(closed)), keys.__getitem__):
-                    numbers = list(group)
-                    spans = closed[numbers[0]]
-                    if len(numbers) > 1 and sum(span.filled * len(span.keys) for span in spans) >= COMMON_ROWS:
-                        found.append((numbers[0], numbers[-1] + 1, spans))
-        return found
-
     def _attend_apart(
         self, layer: RowLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, params: AttentionParams
     ) -> PartialAttention:
         """Attend sequence by sequence, but to rows that adjacent ones have in common only once."""
-        parts, shared = list[PartialAttention](), dict[int, tuple[Sequence[RowSpan], PartialAttention]]()
-        for begin, end, spans in self._common(layer.layer_idx):
-            start = self.bounds[begin][0]
-            of_all = attend_spans(query[:, :, start : self.bounds[end - 1][1]], spans, 0, params, layer.shape)
-            assert of_all is not None, "they have rows"
-            for number in range(begin, end):
-                first, last = self.bounds[number]
-                shared[number] = spans, of_all.cut(first - start, last - start)
+        parts, shared = list[PartialAttention](), defaultdict[int, list[tuple[RowSpan, PartialAttention]]](list)
+        for span, begin, end in self._spans(layer.layer_idx) if layer.shape.visibility.size is None else ():
+            if end - begin > 1 and span.filled * len(span.keys) >= COMMON_ROWS:
+                start, stop = self.bounds[begin][0], self.bounds[end - 1][1]
+                of_all = attend_spans(query[:, :, start:stop], [span], 0, params, layer.shape)
+                assert of_all is not None, "it has rows"
+                for number in range(begin, end):
+                    first, last = self.bounds[number]
+                    shared[number].append((span, of_all.cut(first - start, last - start)))
         for number, (first, last) in enumerate(self.bounds):
-            spans, before = shared.get(number, ((), None))
             some = query[:, :, first:last], keys[:, :, first:last], values[:, :, first:last]
-            part = self._attend_own(layer, number, *some, params, [span.block for span in spans])
-            if before is not None:
+            part = self._attend_own(layer, number, *some, params, [span for span, _ in shared[number]])
+            for _, before in shared[number]:
                 part = before if part is None else part.merge(before)
             if part is None:
                 sizes = (1, query.shape[1], last - first, layer.shape.out_dim)
@@ -333,11 +321,12 @@ class Row(RowCache):
         keys: torch.Tensor,
         values: torch.Tensor,
         params: AttentionParams,
-        skipped: Sequence[Block],
+        skipped: Sequence[RowSpan],
     ) -> PartialAttention | None:
-        """Attend from the new tokens of one sequence, except to some blocks; None if this rank has nothing they see."""
+        """Attend from the new tokens of one sequence, except to some spans; None if this rank has nothing they see."""
         at, shape, seen, sequence = layer.layer_idx, layer.shape, layer.shape.visibility, self.sequences[number]
-        spans = [span for span in sequence.open(at) if span.block not in skipped]
+        others = {(span.block, span.at) for span in skipped}
+        spans = [span for span in sequence.open(at) if (span.block, span.at) not in others]
         if not sequence.attends(at):
             return None
         if sequence.rolling is not None:

@@ -489,10 +489,7 @@ class SequenceKV:
 
     def rows(self, layer_idx: int, first: int, last: int) -> Pair:
         """Keys and values of a range of tokens that all heads hold (1, kv_heads, tokens, dim); views if possible."""
-        pieces = self.pieces(layer_idx, first, last)
-        if len(pieces) == 1:
-            return pieces[0]
-        return torch.cat([keys for keys, _ in pieces], 2), torch.cat([values for _, values in pieces], 2)
+        return join_pieces(self.pieces(layer_idx, first, last))
 
     def head_pieces(self, layer_idx: int, head: int) -> list[Pair]:
         """Keys and values of one held head, as views (rows, dim)."""
@@ -543,6 +540,13 @@ def _read_locked(read: Callable[[int], StoredRows], layer_idx: int) -> StoredRow
     if rows is None or isinstance(rows, torch.Tensor):
         return None if rows is None else rows.pin_memory()
     return [(keys.pin_memory(), values.pin_memory()) for keys, values in rows]
+
+
+def join_pieces(pieces: Sequence[Pair]) -> Pair:
+    """Concatenate keys and values (1, kv_heads, tokens, dim); views if there is one piece."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat([keys for keys, _ in pieces], 2), torch.cat([values for _, values in pieces], 2)
 
 
 def copy_states(states: Mapping[int, States]) -> dict[int, States]:

@@ -23,20 +23,13 @@ ALIGNMENT_BYTES = 64
 
 
 class StateLayer(LinearAttentionLayer, RowLayer):
-    """The states of one layer of a sequence, and its keys and values if it has attention, too.
+    """The states of one layer of a sequence (`held`), and its keys and values if it has attention, too."""
 
-    states : of the sequence by layer, which this layer updates; None: not known yet.
-    held : this layer's.
-    """
-
-    def __init__(self, cache: Any, layer_idx: int, shape: LayerShape, states: dict[int, States] | None) -> None:
+    def __init__(self, cache: Any, layer_idx: int, shape: LayerShape) -> None:
         self.held: Any = {}
         LinearAttentionLayer.__init__(self, number_of_states=1 + max(state.index for state in shape.states))
         RowLayer.__init__(self, cache, layer_idx, shape)
         self.dtype, self.device = cache.dtype, cache.device
-        if states is not None:
-            self.expect()
-            self.set_states(states[layer_idx])
 
     # transformers reads and sets these two.
 
@@ -70,6 +63,7 @@ class StateLayer(LinearAttentionLayer, RowLayer):
 
     def set_states(self, states: States) -> None:
         """Go on from these states, in place."""
+        self.expect()
         self.held = states
         for state in self.shape.states:
             if state.kind == "conv":

@@ -28,7 +28,7 @@ _NAMES = (
     "tiled_attention decode_attention narrow_product panel_product half_product row_functions amx_attention".split()
 )
 SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in _NAMES]
-_NAMES = "lanes halves panels threads attention amx_tiles".split()
+_NAMES = "lanes halves tiles panels threads attention amx_tiles".split()
 HEADERS = [Path(__file__).with_name(f"{name}.h") for name in _NAMES]
 OWN, AMX = "own kernel", "AMX tiles"
 # The dtypes of keys and values, in the order of `Kind` in ``halves.h``; and those of weights that are widened.

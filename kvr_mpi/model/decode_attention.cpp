@@ -1,10 +1,12 @@
 // Exact attention with few queries per document, for decoding: keys and values are read once, in place.
 //
-// A decode step is memory-bound. So all query heads of a group use a key while it is in registers, all queries of
-// documents that share rows use them while they are in the cache, and nothing is copied or transposed. The heads of all
-// documents are computed in one call, which also writes the new tokens' keys and values. A head's keys are cut into
-// pieces of PIECE, each with its own maximum and sum (flash decoding, Dao et al. 2023). The results of the pieces are
-// merged in order, so the result depends neither on the number of threads nor on the other queries.
+// A decode step is memory-bound. So all query heads of a group use a key while it is in registers, and nothing is copied
+// or transposed but queries. The heads of all documents are computed in one call, which also writes the new tokens' keys
+// and values. A head's keys are cut into pieces of PIECE, each with its own maximum and sum (flash decoding, Dao et al.
+// 2023). The results of the pieces are merged in order, so the result does not depend on the number of threads.
+//
+// Documents that share rows make their part of a step compute-bound. With LEAST_ROWS queries or more, the lanes of a
+// vector belong to different queries, up to WIDE of them (a panel), so that both products run as in a prefill.
 //
 // Keys and values are float32, bfloat16 or float16, widened in registers; sums are always float32.
 //
@@ -12,12 +14,14 @@
 
 #include "halves.h"
 #include "threads.h"
+#include "tiles.h"
 
 #include <atomic>
 #include <limits>
 #include <memory>
 
 constexpr int MOST_ROWS = 4;  // query heads that share a key in registers
+constexpr int LEAST_ROWS = WIDE * 5 / 8;  // of a panel, which takes the time of a whole one
 constexpr int BLOCK = 128, PIECE = 2 * BLOCK;  // keys
 constexpr int ROOM = BLOCK + LANES;            // for the scores of a block
 constexpr int AHEAD = 32;  // prefetch distance in rows
@@ -124,8 +128,68 @@ template <typename T> struct Job {
     int64_t key_row, value_row;
     int64_t head, first, queries, pieces;
     const int64_t *counts;  // keys that each query sees
+    const float *panels;    // of queries, each (dim, WIDE), if there are LEAST_ROWS
     std::vector<Part> parts;
 };
+
+// A block of keys and values (count, dim) as floats.
+struct Block {
+    const float *keys, *values;
+    int64_t key_row, value_row, count;
+};
+
+// Widen rows, in the order of pairs.
+template <typename T> static void widen(const T *rows, int64_t row, int64_t count, int64_t dim, float *wide) {
+    for (int64_t t = 0; t < count; ++t)
+        for (int64_t d = 0; d < dim; d += WIDE) {
+            Lanes pair[2];
+            load_pair(rows + t * row + d, pair);
+            store(wide + t * dim + d, pair[0]), store(wide + t * dim + d + LANES, pair[1]);
+        }
+}
+
+// Return a block of a job's keys; `room` is for those that are not floats yet.
+template <typename T>
+static Block block_of(const Job<T> &job, int64_t begin, int64_t count, int64_t dim, std::vector<float> &room) {
+    const T *keys = job.keys + begin * job.key_row, *values = job.values + begin * job.value_row;
+    if constexpr (std::is_same_v<T, float>) return {keys, values, job.key_row, job.value_row, count};
+    room.resize(2 * BLOCK * dim);
+    float *wide_keys = room.data(), *wide_values = wide_keys + BLOCK * dim;
+    widen(keys, job.key_row, count, dim, wide_keys), widen(values, job.value_row, count, dim, wide_values);
+    return {wide_keys, wide_values, dim, dim, count};
+}
+
+// Attend from up to WIDE queries, in a panel (dim, WIDE), to a block of keys. Lanes without a query have no results.
+static void attend_panel(const Block &block, int64_t dim, const float *panel, int64_t rows, int64_t row,
+                         const Part &part) {
+    const int64_t count = block.count;
+    alignas(64) float weights[BLOCK * WIDE], keep[WIDE];
+    for (int64_t t = 0; t < count; t += TILE)
+        multiply_some(count - t, block.keys + t * block.key_row, block.key_row, 1, panel, WIDE, weights + t * WIDE,
+                      WIDE, dim, nullptr);
+    Lanes tops[2], sums[2] = {}, factors[2];
+    for (int half = 0; half < 2; ++half)
+        factors[half] = tops[half] = load_some(part.most + row + half * LANES, rows - half * LANES);
+    for (int64_t t = 0; t < count; ++t)
+        for (int half = 0; half < 2; ++half) tops[half] = larger(load(weights + t * WIDE + half * LANES), tops[half]);
+    for (int64_t t = 0; t < count; ++t) {
+        Lanes pair[2] = {load(weights + t * WIDE) - tops[0], load(weights + t * WIDE + LANES) - tops[1]};
+        powers_of_two(pair);
+        for (int half = 0; half < 2; ++half) store(weights + t * WIDE + half * LANES, pair[half]), sums[half] += pair[half];
+    }
+    for (int half = 0; half < 2; ++half) factors[half] -= tops[half];
+    powers_of_two(factors);
+    for (int half = 0; half < 2; ++half) {
+        const int64_t first = row + half * LANES, some = rows - half * LANES;
+        store(keep + half * LANES, factors[half]);
+        store_some(part.most + first, tops[half], some);
+        store_some(part.total + first, load_some(part.total + first, some) * factors[half] + sums[half], some);
+    }
+    for (int64_t d = 0; d < dim; d += WIDE)
+        for (int64_t r = 0; r < rows; r += TILE)
+            multiply_some(rows - r, weights + r, 1, WIDE, block.values + d, block.value_row,
+                          part.sums + (row + r) * dim + d, dim, count, keep + r);
+}
 
 // Attend from ROWS queries (rows, dim), from `row` on, to `count` keys, from `begin` on.
 template <int ROWS, typename T>
@@ -147,7 +211,8 @@ static void attend(const Job<T> &job, int64_t dim, const float *query, int64_t b
 
 // Attend from the queries (rows, dim) of a job to a piece of its keys.
 template <typename T>
-static void attend_piece(const Job<T> &job, int64_t group, int64_t dim, const float *query, int64_t piece) {
+static void attend_piece(const Job<T> &job, int64_t group, int64_t dim, const float *query, int64_t piece,
+                         std::vector<float> &room) {
     const Part &part = job.parts[piece];
     const int64_t rows = job.queries * group;
     std::fill_n(part.sums, rows * dim, 0.0f);
@@ -159,7 +224,13 @@ static void attend_piece(const Job<T> &job, int64_t group, int64_t dim, const fl
             const int64_t count = seen(row);
             for (end = row + group; end < rows && seen(end) == count;) end += group;
             if (count <= 0) continue;
-            for (int64_t turns = (end - row + MOST_ROWS - 1) / MOST_ROWS, at = row, many; turns > 0; --turns, at += many) {
+            int64_t at = row;
+            if (job.panels && row % WIDE == 0 && end - row >= LEAST_ROWS) {
+                const Block block = block_of(job, begin, count, dim, room);
+                for (; end - at >= LEAST_ROWS; at = std::min(at + WIDE, end))
+                    attend_panel(block, dim, job.panels + at * dim, std::min<int64_t>(WIDE, end - at), at, part);
+            }
+            for (int64_t turns = (end - at + MOST_ROWS - 1) / MOST_ROWS, many; turns > 0; --turns, at += many) {
                 many = (end - at + turns - 1) / turns;
                 (many == 4   ? attend<4, T>
                  : many == 3 ? attend<3, T>
@@ -212,7 +283,7 @@ template <typename T> static int64_t attend_all(const Step &s, const Unit *units
             }
             jobs.push_back({static_cast<const T *>(u->keys) + skipped * u->key_row,
                             static_cast<const T *>(u->values) + skipped * u->value_row, u->key_row, u->value_row,
-                            u->head, first, last - first, (counts.back() + PIECE - 1) / PIECE, own, {}});
+                            u->head, first, last - first, (counts.back() + PIECE - 1) / PIECE, own, nullptr, {}});
         }
     for (const Unit *u = units; s.keys && u < units + s.units; ++u)
         for (int64_t q = s.edges[u->begin]; u->grows && q < s.edges[u->end]; ++q) {
@@ -225,7 +296,12 @@ template <typename T> static int64_t attend_all(const Step &s, const Unit *units
 
     std::vector<std::pair<const Job<T> *, int64_t>> tasks;  // and its piece
     int64_t needed = rows * s.dim, numbers = 0;
-    for (const auto &job : jobs) needed += job.pieces * job.queries * s.group * (s.dim + 2);
+    const auto panels_of = [&](const auto &job) {
+        const int64_t of_job = job.queries * s.group;
+        return of_job < LEAST_ROWS ? 0 : (of_job + WIDE - 1) / WIDE;
+    };
+    for (const auto &job : jobs)
+        needed += job.pieces * job.queries * s.group * (s.dim + 2) + panels_of(job) * WIDE * s.dim;
     const std::unique_ptr<float[]> room(new float[needed]);
     float *scaled = room.get(), *free = scaled + rows * s.dim;
     for (int64_t row = 0; row < rows; ++row) {  // (KV heads, queries, group)
@@ -246,14 +322,22 @@ template <typename T> static int64_t attend_all(const Step &s, const Unit *units
             tasks.push_back({&job, piece});
         }
         numbers += job.pieces * PIECE * of_job * s.dim;
+        const int64_t panels = panels_of(job);
+        const float *query = scaled + (job.head * queries + job.first) * s.group * s.dim;
+        if (panels) job.panels = free;
+        for (int64_t row = 0; row < panels * WIDE; ++row)
+            for (int64_t d = 0; d < s.dim; ++d)
+                free[(row / WIDE * s.dim + d) * WIDE + row % WIDE] = row < of_job ? query[row * s.dim + d] : 0.0f;
+        free += panels * WIDE * s.dim;
     }
     std::atomic<size_t> next{0};
     // One thread per 2^17 numbers: fewer would not repay waking it.
     in_threads(std::min<int64_t>({threads, 1 + numbers / s.group / (1 << 17), int64_t(tasks.size())}), [&] {
+        std::vector<float> room;
         for (size_t i; (i = next++) < tasks.size();) {
             const auto [job, piece] = tasks[i];
             const float *query = scaled + (job->head * queries + job->first) * s.group * s.dim;
-            attend_piece<T>(*job, s.group, s.dim, query, piece);
+            attend_piece<T>(*job, s.group, s.dim, query, piece, room);
         }
     });
     std::vector<std::vector<const Job<T> *>> of_query(queries * s.heads);

@@ -7,8 +7,6 @@
 
 #include "halves.h"
 
-// Sums of a tile, a row of weights and a weight take the 16 registers of AVX2, or most of the 32 of AVX-512 and NEON.
-constexpr int TILE = LANES == 16 ? 12 : 6;
 constexpr int64_t LEAST_PANELS = 8;  // per task: with fewer, copying its rows would not pay off
 constexpr int LINE = 16;  // floats
 

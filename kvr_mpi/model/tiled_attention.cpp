@@ -13,40 +13,15 @@
 #include "attention.h"
 #include "halves.h"
 #include "threads.h"
+#include "tiles.h"
 
 #include <atomic>
 #include <limits>
 
-// A tile's results leave some registers free: they take 24 of 32 with AVX-512, 12 of 16 with AVX2, 24 of 32 with NEON.
-constexpr int ROWS = LANES == 16 ? 12 : 6;
+constexpr int ROWS = TILE;
 constexpr int BLOCK = 512;
 constexpr int TILES = 4;
 constexpr int QUERIES = TILES * ROWS;
-
-// c (ROWS, WIDE) = a (ROWS, depth) b (depth, WIDE), plus the old c times each row's `keep` if that is given; b is a
-// panel.
-static inline void multiply(const float *a, int64_t a_row, const float *b, float *c, int64_t c_row, int64_t depth,
-                            const float *keep) {
-    Lanes left[ROWS], right[ROWS];
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-        left[r] = keep ? load(c + r * c_row) * keep[r] : Lanes{};
-        right[r] = keep ? load(c + r * c_row + LANES) * keep[r] : Lanes{};
-    }
-    for (int64_t k = 0; k < depth; ++k) {
-        const Lanes b_left = load(b + k * WIDE), b_right = load(b + k * WIDE + LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-            left[r] += a[r * a_row + k] * b_left;
-            right[r] += a[r * a_row + k] * b_right;
-        }
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-        store(c + r * c_row, left[r]);
-        store(c + r * c_row + LANES, right[r]);
-    }
-}
 
 static int64_t room_of(int64_t dim) { return QUERIES * (2 * dim + BLOCK); }
 static int64_t padded(int64_t keys) { return (keys + BLOCK - 1) / BLOCK * BLOCK; }
@@ -83,8 +58,8 @@ static void attend(const Shape &s, const float *keys, const float *values, float
         };
         for (int64_t c = 0; c < count; c += WIDE)
             for (int64_t t = first_tile(begin + c); t < tiles; ++t)
-                multiply(scaled + t * ROWS * s.dim, s.dim, keys + (begin + c) * s.dim, scores + t * ROWS * BLOCK + c,
-                         BLOCK, s.dim, nullptr);
+                multiply<ROWS>(scaled + t * ROWS * s.dim, s.dim, 1, keys + (begin + c) * s.dim, WIDE,
+                               scores + t * ROWS * BLOCK + c, BLOCK, s.dim, nullptr);
         for (int64_t r = first_tile(begin) * ROWS; r < tiles * ROWS; ++r) {
             const int64_t own = before + std::min(r + 1, rows) - begin;  // keys of the block up to the query's own
             const int64_t high = s.causal ? std::clamp<int64_t>(own, 0, count) : count;
@@ -94,8 +69,8 @@ static void attend(const Shape &s, const float *keys, const float *values, float
         }
         for (int64_t d = 0; d < s.dim; d += WIDE)
             for (int64_t t = first_tile(begin); t < tiles; ++t)
-                multiply(scores + t * ROWS * BLOCK, BLOCK, values + begin * s.dim + d * BLOCK,
-                         sums + t * ROWS * s.dim + d, s.dim, seen(t), rescale + t * ROWS);
+                multiply<ROWS>(scores + t * ROWS * BLOCK, BLOCK, 1, values + begin * s.dim + d * BLOCK, WIDE,
+                               sums + t * ROWS * s.dim + d, s.dim, seen(t), rescale + t * ROWS);
     }
     for (int64_t r = 0; r < rows; ++r) {
         for (int64_t d = 0; d < s.dim; ++d) out[(first + r) * s.out_row + d] = sums[r * s.dim + d] / total[r];

@@ -21,6 +21,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import run_model
 from kvr_mpi.prefill.failure import FAILURES
 from kvr_mpi.prefill.one_prompt import Prefill
+from kvr_mpi.prefill.packed import decode_packed
 
 KEYS, VALUES = "keys", "values"
 # In a dtype shorter than float32: the largest difference, as a multiple of that made by rounding errors (`Reference`).
@@ -73,11 +74,10 @@ def continued(model: Any, prefill: Prefill, count: int, given: Sequence[int] = (
     layers = copy_layers(prefill.cache)
     for at in range(count):
         tokens.append(given[at] if at < len(given) else int(logits.argmax()))
-        row = Row([prefill.cache]) if isinstance(prefill.cache, SequenceKV) else None
-        ids = torch.tensor([tokens[-1:]], device=logits.device)
-        logits = run_model(model, ids, prefill.cache if row is None else row)[0]
-        if row is not None:
-            row.advance()
+        if isinstance(prefill.cache, SequenceKV):
+            logits = decode_packed(prefill.cache.loaded, Row([prefill.cache]), tokens[-1:])[0]
+        else:
+            logits = run_model(model, torch.tensor([tokens[-1:]], device=logits.device), prefill.cache)[0]
         steps.append(_copy(logits))
     return Continuation(_copy(prefill.logits), layers, tokens, steps)
 

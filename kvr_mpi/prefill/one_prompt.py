@@ -115,24 +115,22 @@ class CacheOptions(TypedDict, total=False):
 
 def prefill_single(model: Any, ids: Sequence[int], device: torch.device) -> Prefill:
     """Prefill on one rank with plain transformers: for any architecture, and as the reference."""
-    began = time.perf_counter()
-    cache, logits = run_plain(model, ids, device)
+    began, cache = time.perf_counter(), plain_cache(model)
+    with torch.inference_mode():
+        logits = run_model(model, torch.tensor([ids], device=device), cache)[0]
     wait_for_compute(device)
     seconds = time.perf_counter() - began
     return Prefill(Partition((0, len(ids))), cache, logits, seconds, strategy=PLAIN, began_s=began)
 
 
 @torch.inference_mode()
-def run_plain(model: Any, ids: Sequence[int], device: torch.device) -> tuple[DynamicCache, torch.Tensor]:
-    """Run a prompt with plain transformers; return its cache and the last logits (vocab_size,)."""
-    cache = plain_cache(model)
-    return cache, run_model(model, torch.tensor([ids], device=device), cache)[0]
-
-
-@torch.inference_mode()
-def read_single(loaded: LoadedModel, ids: Sequence[int], reading: Reading) -> tuple[DynamicCache, torch.Tensor]:
-    """Run a prompt with plain transformers; return its cache and what is read of it (values,)."""
+def run_plain(
+    loaded: LoadedModel, ids: Sequence[int], reading: Reading | None = None
+) -> tuple[DynamicCache, torch.Tensor]:
+    """Run a prompt with plain transformers; return its cache, and the last logits (vocab_size,) or what is read."""
     cache, row = plain_cache(loaded.model), torch.tensor([ids], device=loaded.device)
+    if reading is None:
+        return cache, run_model(loaded.model, row, cache)[0]
     states = run_model(loaded.model, row, cache, reads="states")
     return cache, reading.join([reading.read(loaded, ids, 0, states)], len(ids))
 

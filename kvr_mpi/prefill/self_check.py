@@ -25,8 +25,7 @@ from kvr_mpi.prefill.exactness import Continuation, Reference, Tensors, continue
 from kvr_mpi.prefill.failure import FAILURES
 from kvr_mpi.prefill.finite import explain_not_finite
 from kvr_mpi.prefill.one_prompt import Prefill, plain_cache, prefill_kvr, prefill_single, prefill_whole
-from kvr_mpi.prefill.packed import decode_packed, prefill_packed, run_row, why_never_packed
-from kvr_mpi.prefill.stored_shares import run_sharded
+from kvr_mpi.prefill.packed import Gathering, decode_packed, prefill_packed, run_row, why_never_packed
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import run_local
 
@@ -278,7 +277,8 @@ def check_spread(loaded: LoadedModel) -> None:
         halves = Partition.even(len(ids), rank.size)
         found = prefill_kvr(loaded, ids, halves, rank, reserve_tokens=1, is_sharded=True)
         # Twice in one row, as in jobs: some models count positions by their cache, which is that of several prompts.
-        return run_sharded(loaded, [found.cache] * 2, [token] * 2, rank)
+        gathering = Gathering(loaded, rank)
+        return gathering.run(Row([found.cache] * 2, merge=gathering), 2 * token)
 
     def spread(ids: Sequence[int]) -> Tensors:
         return {DECODED: run_local(2, lambda rank: decode(rank, ids), loaded.device)[-1][0].cpu()}

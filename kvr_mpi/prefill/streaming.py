@@ -59,7 +59,7 @@ def _run_steps(
         for first, last in cut_range(0, len(ids), rolling.step_tokens):
             row = Row([sequence], [last - first], reads="all" if last == len(ids) else "nothing")
             with contextlib.suppress(UnreadError):
-                logits = run_row(loaded, row, ids[first:last])[0]
+                logits = run_row(loaded, row, ids[first:last], keep=torch.tensor([last - first - 1]))[0]
             row.advance()
     except BaseException:
         sequence.release()

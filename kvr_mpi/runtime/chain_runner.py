@@ -22,12 +22,10 @@ from kvr_mpi.prefill.one_prompt import (
     Prefill,
     prefill_alone,
     prefill_kvr,
-    read_single,
     run_plain,
     wait_for_compute,
 )
-from kvr_mpi.prefill.packed import PACK_TOKENS, prefill_packed
-from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.prefill.packed import PACK_TOKENS, Gathering, prefill_packed, share_out_stored
 from kvr_mpi.prefill.streaming import prefill_rolling
 from kvr_mpi.runtime.plan import Plan, Way
 from kvr_mpi.runtime.prompt import Prompt
@@ -234,9 +232,7 @@ class ChainRunner:
         session, reading = self.session, next(iter(self.session.readings_of([plan.prompt])), None)
         assert plan.partition is not None
         if session.spec.is_plain:
-            run = partial(run_plain, session.loaded.model, plan.prompt.ids, session.loaded.device)
-            if reading is not None:
-                run = partial(read_single, session.loaded, plan.prompt.ids, reading)
+            run = partial(run_plain, session.loaded, plan.prompt.ids, reading)
             return prefill_alone(session.loaded, plan.prompt.tokens, run, strategy=PLAIN, is_read=reading is not None)
         prefill = prefill_kvr(
             session.loaded,
@@ -280,14 +276,12 @@ class ChainRunner:
 
     def _prefill_after_stored(self, row: Sequence[Plan]) -> list[Prefill]:
         """Prefill questions about one document; every rank of the chain returns the same."""
-        document = row[0].prefix
-        assert document is not None, "it is stored"
-        return prefill_stored(
+        return prefill_packed(
             self.session.loaded,
             [plan.prompt.ids for plan in row],
-            document,
-            self.chain,
+            prefix=row[0].prefix,
             reserve_tokens=[plan.prompt.new_tokens for plan in row],
+            gathering=Gathering(self.session.loaded, self.chain),
             last=row[0].decode_rank,
         )
 

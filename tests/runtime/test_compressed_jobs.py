@@ -128,7 +128,7 @@ def fresh_answer(model: Path, kv: KVReader, prompt_tokens: int) -> tuple[int, tu
     keep_only(known.cache, chosen, len(asked) + NEW_TOKENS)
     row = Row([known.cache], [len(asked)])
     with torch.inference_mode():
-        known.logits = run_row(loaded, row, asked)[0]
+        known.logits = run_row(loaded, row, asked)[-1]
     row.advance()
     batch = batch_of(loaded, NEW_TOKENS, eos_token_id=loaded.model.generation_config.eos_token_id)
     batch.add(0, known, [*ids[: text[1]], *asked], 0)
