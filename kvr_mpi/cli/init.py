@@ -213,7 +213,7 @@ def _chat_template(model: str) -> str:
         if source.is_hub:
             return ""
         if source.gguf_file is not None:
-            return str(read_gguf(source.path, keeps=()).metadata.get("tokenizer.chat_template", ""))
+            return str(read_gguf(source.path, reads_texts=False).metadata.get("tokenizer.chat_template", ""))
         files = (source.path / name for name in ("chat_template.jinja", "tokenizer_config.json"))
         return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     except (KvrError, OSError, ValueError):  # reported by the checks

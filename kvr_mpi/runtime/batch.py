@@ -150,7 +150,7 @@ def _run(
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
     wanted = spec.parallel.transport
-    links, reason = open_transport(world, wanted, device, decodes_together=spec.decodes_together)
+    links, reason = open_transport(world, wanted, device, decodes_together=spec.decodes_together, logger=logger)
     is_usual = device.type == "cpu" and wanted == "auto"
     logger.root.log(logging.DEBUG if is_usual else logging.INFO, reason)
     logger.root.debug(", ".join(f"{name} {version}" for name, version in software().items()))
