@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -109,21 +110,29 @@ class Strings:
         return np.diff(self.ends, prepend=0)
 
 
-def pack_columns(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Return JSON values and columns as bytes: a line of JSON, and then the columns."""
-    listed = [(name, str(column.dtype), len(column)) for name, column in columns.items()]
+def pack_columns(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any] | Strings]) -> bytes:
+    """Return JSON values and columns as bytes: a line of JSON, and then the columns; strings are two of them."""
+    arrays = dict[str, npt.NDArray[Any]]()
+    for name, column in columns.items():
+        if isinstance(column, Strings):
+            arrays |= {name: np.frombuffer(column.data, np.uint8), f"{name}.ends": column.ends}
+        else:
+            arrays[name] = column
+    listed = [(name, str(column.dtype), column.shape) for name, column in arrays.items()]
     line = json.dumps({**head, "columns": listed}).encode()
-    buffers: list[Any] = [np.ascontiguousarray(column) for column in columns.values()]
+    buffers: list[Any] = [np.ascontiguousarray(column) for column in arrays.values()]
     return b"".join([line, b"\n", *buffers])
 
 
-def unpack_columns(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+def unpack_columns(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what was packed; the columns stay in `data`."""
     at = data.index(b"\n") + 1
-    head, columns = json.loads(data[:at]), dict[str, npt.NDArray[Any]]()
-    for name, kind, count in head["columns"]:
-        columns[name] = np.frombuffer(data, kind, count, at) if count else np.zeros(0, kind)
-        at += columns[name].nbytes
+    head, columns = json.loads(data[:at]), dict[str, Any]()
+    for name, kind, shape in head["columns"]:
+        column = np.frombuffer(data, kind, math.prod(shape), at) if math.prod(shape) else np.zeros(0, kind)
+        at += column.nbytes
+        of, _, is_ends = name.partition(".")
+        columns[of] = Strings(columns[of].data, column) if is_ends else column.reshape(shape)
     return head, columns
 
 
@@ -145,17 +154,11 @@ class CorpusFiles:
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> CorpusFiles:
         """Reconstruct the files."""
-        paths, names = (
-            Strings(columns["paths"].data, columns["path_ends"]),
-            Strings(columns["names"].data, columns["name_ends"]),
-        )
-        return cls(paths, names, columns["sizes"])
+        return cls(columns["paths"], columns["names"], columns["sizes"])
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self) -> dict[str, npt.NDArray[Any] | Strings]:
         """Return everything."""
-        paths, names = np.frombuffer(self.paths.data, np.uint8), np.frombuffer(self.names.data, np.uint8)
-        ends = {"path_ends": self.paths.ends, "name_ends": self.names.ends}
-        return {"paths": paths, "names": names, **ends, "sizes": self.sizes}
+        return {"paths": self.paths, "names": self.names, "sizes": self.sizes}
 
     def format(self, number: int) -> FileFormat:
         """Return a file's format, by its name."""
@@ -277,17 +280,11 @@ class Index:
     @classmethod
     def of(cls, columns: Mapping[str, Any], errors: dict[int, str]) -> Index:
         """Reconstruct an index."""
-        ids, digested, digests = Strings(columns["ids"].data, columns["ends"]), columns["digested"], columns["digests"]
-        digests = digests.reshape(len(digested), -1 if len(digested) else DIGEST_BYTES)
-        return cls(
-            **{name: columns[name] for name in COLUMNS}, ids=ids, errors=errors, digested=digested, digests=digests
-        )
+        return cls(**{name: columns[name] for name in (*COLUMNS, *OTHERS)}, errors=errors)
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self) -> dict[str, npt.NDArray[Any] | Strings]:
         """Return everything but the errors."""
-        fixed = {name: getattr(self, name) for name in COLUMNS}
-        ids = np.frombuffer(self.ids.data, np.uint8)
-        return {**fixed, "ids": ids, "ends": self.ids.ends, "digested": self.digested, "digests": self.digests.ravel()}
+        return {name: getattr(self, name) for name in (*COLUMNS, *OTHERS)}
 
     def own_id(self, number: int, files: CorpusFiles) -> str:
         """Return a document's id."""
@@ -311,6 +308,7 @@ class Index:
         return row_name(name, row) if row else name
 
 
+OTHERS = ("ids", "digested", "digests")  # besides `COLUMNS`
 COLUMNS: dict[str, Any] = {"file": np.int32, "place": np.int64, "row": np.int32, "chars": np.int32, "is_bad": np.bool_}
 
 
