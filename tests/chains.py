@@ -80,6 +80,14 @@ KINDS: dict[str, Callable[[], Any]] = {
         moe_intermediate_size=32,
         mlp_only_layers=[1],
     ),
+    "qwen2-moe": lambda: tf.Qwen2MoeConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
     # Fused projections.
     "phi3": lambda: tf.Phi3Config(**COMMON, num_key_value_heads=2, pad_token_id=0, eos_token_id=None),
     "glm4": lambda: tf.Glm4Config(**COMMON, num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=1),

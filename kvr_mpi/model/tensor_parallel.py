@@ -34,8 +34,9 @@ QKV, GATE_UP = f"{ATTENTION}qkv_proj", f"{MLP}gate_up_proj"  # several matrices 
 # Additions to the plans of models with experts, and of models whose heads share latents, of which ranks hold all.
 WHOLE = "whole"
 SHARED_EXPERTS = {
-    **{f"{MLP}shared_experts.{name}_proj": "colwise" for name in ("gate", "up")},
-    f"{MLP}shared_experts.down_proj": "rowwise",
+    **{f"{MLP}shared_{of}.{name}_proj": "colwise" for of in ("expert", "experts") for name in ("gate", "up")},
+    **{f"{MLP}shared_{of}.down_proj": "rowwise" for of in ("expert", "experts")},
+    f"{MLP}shared_expert_gate": WHOLE,
 }
 LATENTS = {
     **{f"{ATTENTION}{name}": WHOLE for name in ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")},
@@ -207,7 +208,8 @@ def why_not_by_plan(model: Any) -> str | None:
         elif module in (f"{ATTENTION}q_norm", f"{ATTENTION}k_norm"):
             is_known = values.shape == (each["q_proj"],)
         else:
-            is_known = WHOLE == plan.get(module) or path in plan or module in (f"{MLP}gate", f"{MLP}router")
+            is_router = f"{module}.".startswith((f"{MLP}gate.", f"{MLP}router."))
+            is_known = is_router or path in plan or plan.get(module) == WHOLE
         if not is_known and values.numel() > 1:  # one number is the same on all ranks
             return f"{name} of shape {tuple(values.shape)} is not divided as transformers' plan says"
     return None
@@ -246,7 +248,7 @@ def part_config(config: Any, part: Part) -> Any:
     mine.num_attention_heads, mine.num_key_value_heads = heads, heads if has_latents(config) else kv_heads
     if not has_latents(config):
         mine.head_dim = part.features["q_proj"]
-    for name in ("intermediate_size", "moe_intermediate_size"):
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if isinstance(width := getattr(config, name, None), int):
             first, last = even_share(width, part.rank, part.size)
             setattr(mine, name, last - first)

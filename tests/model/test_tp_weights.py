@@ -64,6 +64,7 @@ def weights_held(model: Any) -> int:
                 ("gemma2", 2),
                 ("mistral", 2),
                 ("deepseek-v2", 2),
+                ("qwen2-moe", 2),
                 ("glm4-moe-lite", 2),
             ]
         ),
