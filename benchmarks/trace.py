@@ -51,12 +51,11 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     cache = read_environment().cache_dir
     loaded = check_chain(load_model(wanted.model, dtype="float32", device="cpu", offline=True, cache_dir=cache))
-    layers = len(loaded.shape.layers)
     ids = [(7 * at * at + 3 * at) % 4096 + 5 for at in range(wanted.tokens)]
     partition = Partition.even(wanted.tokens, world.size)
     with tempfile.TemporaryDirectory() as folder:
         events, offset_s = Events(keeps_spans=True), time.time() - time.perf_counter()
-        header = TraceHeader(world.rank, world.size, 1, "here", "cpu", layers)
+        header = TraceHeader(world.rank, world.size, 1, "here", "cpu")
         writer = TraceWriter(Path(folder), header, events, offset_s=offset_s, limit_bytes=1 << 26, logger=RankLogger())
         forwarders = Forwarder(world), Forwarder(world, events=events)
 

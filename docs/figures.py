@@ -249,7 +249,7 @@ def _timeline(measured: Measurement) -> Timeline:
             for of, kind, layer, peer, began_s, ended_s, amount in measured.rows
             if of == rank
         ]
-        header = TraceHeader(rank, len(slices), 1, "", "cpu", 1 + max(span.layer for span in spans))
+        header = TraceHeader(rank, len(slices), 1, "", "cpu")
         prompt = TracedPrompt(document, 0, "prompt", tokens, start, stop, 0, len(slices), slices[-1][0])
         (prefill,) = (span for span in spans if span.kind == "prefill")
         lanes.append(Lane(header, prompt, prefill, spans))
@@ -283,7 +283,7 @@ def _as_file(chart: Chart) -> str:
         legend.text(left + 17, height - 5, text)
         left += 45 + 6.2 * len(text)
     style = (
-        palette(0) + "svg{background:var(--page)}text{font:12px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
+        palette() + "svg{background:var(--page)}text{font:12px system-ui,sans-serif}.quiet{fill:var(--quiet)}"
         ".loud{fill:var(--text)}.bold{font-weight:600}polyline{fill:none}"
     )
     parts = "".join([*drawing.parts, *legend.parts])

@@ -43,8 +43,8 @@ VARIABLES: dict[str, dict[str, str]] = {
         "KVR_LOCAL": "local folder on each node for compiled kernels and converted models, in a private subfolder; "
         "default in a batch job: `SLURM_TMPDIR`, `TMPDIR` or `/tmp`",
         "KVR_CHECK": "1: check at the end of a job that every prompt's keys and values were freed (for developers)",
-        "KVR_PEER_TIMEOUT": "seconds without a heartbeat from a rank, after which the job ends with code 69; "
-        "default: 600",
+        "KVR_PEER_TIMEOUT": "seconds without a heartbeat from a rank, or its part of a sum, after which the job ends "
+        "with code 69; default: 600",
         "XDG_CONFIG_HOME": "folder whose `kvr-mpi/sbatch.toml` has defaults for `kvr sbatch`; default: `~/.config`",
         "XDG_CONFIG_DIRS": "the same for a site's defaults; default: `/etc/xdg`",
         "CXX": "the C++ compiler for the attention kernels of CPUs, with options if needed; default: `c++`, `g++` "

@@ -120,10 +120,10 @@ def read_error(path: Path | str, error: BaseException) -> KvrError:
     return unavailable(path, error)
 
 
-def read_whole(action: Callable[[], T], path: Path, *, listed: bool = False) -> T:
+def read_whole(action: Callable[[], T], path: Path) -> T:
     """Call a function that reads a result file, `retried`; its errors become those of `read_error`."""
     try:
-        return retried(action, path, listed=listed)
+        return retried(action, path)
     except KvrError:
         raise
     except (OSError, MemoryError) as error:
@@ -198,7 +198,7 @@ def is_output_folder(folder: Path | str, names: Iterable[str]) -> bool:
     run_file = Path(folder, RUN_FILE)
 
     def start() -> bytes:
-        with _open(run_file) as stream:
+        with open_regular(run_file) as stream:
             return stream.read(len(RUN_FILE_START))
 
     try:
@@ -235,25 +235,21 @@ def remove_rank_files(folder: Path, but_of: int | None = None) -> None:
             folder.rmdir()
 
 
-def open_regular(path: Path, *, listed: bool = False, patience: float = 1.0) -> BinaryIO:
-    """Open a regular file for reading, `retried`; raise `OSError` for others: pipes could block, devices be endless."""
-    return retried(lambda: _open(path), path, listed=listed, patience=patience)
-
-
-def _open(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; raise `OSError` for others: pipes could block, devices be endless."""
     check_regular(os.stat(path).st_mode, path)  # opening a device may already have effects
     return os.fdopen(_checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), path), "rb")
 
 
-def read_regular(path: Path, limit_bytes: int, *, listed: bool = False) -> bytes:
+def read_regular(path: Path, limit_bytes: int) -> bytes:
     """Read a regular file, `retried`; raise `OSError` if it is another kind of file, or larger than the limit."""
 
     def read() -> bytes:
-        with _open(path) as stream:
+        with open_regular(path) as stream:
             is_small = os.fstat(stream.fileno()).st_size <= limit_bytes
             return stream.read() if is_small else stream.read(limit_bytes + 1)  # which allocates as much
 
-    data = retried(read, path, listed=listed)
+    data = retried(read, path)
     if len(data) > limit_bytes:
         raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes", str(path))
     return data

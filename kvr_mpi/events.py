@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
-from kvr_mpi.plain import Amount, Count
+from kvr_mpi.plain import Count
 
 SpanKind = Literal["layer", "prefill", "wait", "send wait", "send", "receive", "forward", "decode", "write", "wave"]
 STARTING = "starting"
@@ -51,7 +51,6 @@ class TracedPrompt:
     start, stop : this rank's slice.
     first_rank, ranks : first rank of the chain in the job, and its number of ranks; groups with tensor parallelism.
     decode_rank : rank of the chain that decodes.
-    predicted_s : this rank's compute time predicted from its rates; 0: not known.
     """
 
     document: str
@@ -63,7 +62,6 @@ class TracedPrompt:
     first_rank: Count
     ranks: Count
     decode_rank: Count
-    predicted_s: Amount = 0.0
 
 
 @dataclass(slots=True)

@@ -52,6 +52,20 @@ def chain(loaded: LoadedModel, ids: Sequence[int], bounds: Sequence[int], reserv
 
 __all__ = ["ids_of"]
 CPU = torch.device("cpu")
+LATENTS: dict[str, Any] = {
+    **COMMON,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": CONFIGS["llama-gqa"],
     "qwen3": lambda: tf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
@@ -65,6 +79,14 @@ KINDS: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         mlp_only_layers=[1],
+    ),
+    "qwen2-moe": lambda: tf.Qwen2MoeConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
     ),
     # Fused projections.
     "phi3": lambda: tf.Phi3Config(**COMMON, num_key_value_heads=2, pad_token_id=0, eos_token_id=None),
@@ -80,6 +102,11 @@ KINDS: dict[str, Callable[[], Any]] = {
         first_k_dense_replace=1,
         use_qk_norm=True,
     ),
+    # Latents, which all heads share, and sinks; of some, transformers' plan leaves out attention, or there is none.
+    "deepseek-v3": lambda: tf.DeepseekV3Config(**LATENTS, q_lora_rank=24, n_shared_experts=2),
+    "deepseek-v2": lambda: tf.DeepseekV2Config(**LATENTS, q_lora_rank=None, n_shared_experts=1),
+    "glm4-moe-lite": lambda: tf.Glm4MoeLiteConfig(**LATENTS, q_lora_rank=24, n_shared_experts=1),
+    "gpt-oss": CONFIGS["gpt-oss-sinks"],
     "gemma2": CONFIGS["gemma2-softcap"],
     "mistral": CONFIGS["mistral-window"],
     "llama-biases": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=2, attention_bias=True, mlp_bias=True),

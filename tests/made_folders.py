@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 # Values of the four bits of MXFP4, the sign first.
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 FP8_MOST = 448.0
-LARGEST_BLOCK = 128
+BLOCK = 128
 
 Tensors = dict[str, torch.Tensor]
 
@@ -80,12 +80,14 @@ def fp8(folder: Path, plain: Path) -> None:
     """As DeepSeek-V3: a scale for each block of 128 rows and columns."""
 
     def change(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        rounded, scale = in_fp8(weight)
-        return {name: rounded, f"{name}_scale_inv": scale.view(1, 1)}, rounded.float() * scale
+        largest = torch.nn.functional.max_pool2d(weight.abs()[None, None], BLOCK, ceil_mode=True)[0, 0]
+        scales = largest / FP8_MOST
+        whole = scales.repeat_interleave(BLOCK, 0)[: len(weight)].repeat_interleave(BLOCK, 1)[:, : weight.shape[1]]
+        rounded = (weight / whole).to(torch.float8_e4m3fn)
+        return {name: rounded, f"{name}_scale_inv": scales}, rounded.float() * whole
 
     both(folder, plain, change)
-    block = [LARGEST_BLOCK, LARGEST_BLOCK]
-    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     change_config(folder, quantization_config=how)
 
 
@@ -110,7 +112,9 @@ def compressed_tensors(folder: Path, plain: Path) -> None:
 
 def mxfp4(folder: Path, plain: Path) -> None:
     """As gpt-oss: experts in blocks of 32 values of four bits with a power of two."""
-    config = tf.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=32)
+    width = json.loads((folder / "config.json").read_text())["hidden_size"]
+    shape = SMALL | {"hidden_size": width, "intermediate_size": width * 3 // 2, "head_dim": width // 4}
+    config = tf.GptOssConfig(**shape, num_local_experts=4, num_experts_per_tok=2, sliding_window=32)
     save_plain(folder, config)
     save_plain(plain, config)
     generator = torch.Generator().manual_seed(0)

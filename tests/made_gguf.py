@@ -123,12 +123,10 @@ def sentencepiece() -> dict[str, Any]:
 def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
     """Return a random model of an architecture; `changes` are metadata keys without its name, dots as ``__``."""
     architecture = "llama" if name == "mixtral" else name
-    is_gemma, is_moe = architecture.startswith("gemma"), name in ("mixtral", "qwen2moe", "qwen3moe")
+    is_gemma, is_moe = architecture.startswith("gemma"), name in ("mixtral", "qwen3moe")
     tokenizer = sentencepiece() if name in ("llama", "mixtral", "phi3") or is_gemma else byte_level("qwen2")
     layers = 5 if name == "smollm3" else LAYERS  # the fourth layer of SmolLM3 is special
-    head_dim = (
-        8 if name in ("qwen2", "qwen2moe", "phi3", "olmo2", "starcoder2", "smollm3") else 16
-    )  # llama.cpp asks for the hidden size of these
+    head_dim = 8 if name in ("qwen2", "phi3", "olmo2", "smollm3") else 16  # llama.cpp asks for the hidden size of these
     keys: dict[str, Any] = {
         "context_length": CONTEXT,
         "embedding_length": HIDDEN,
@@ -144,18 +142,14 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
     }
     if is_moe:
         keys |= {"expert_count": EXPERTS, "expert_used_count": 2}
-    if name in ("qwen2moe", "qwen3moe"):
+    if name == "qwen3moe":
         keys["expert_feed_forward_length"] = EXPERT_FEED
-    if name == "qwen2moe":
-        keys["expert_shared_feed_forward_length"] = FEED
     if name == "gemma2":
         keys |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
     if name in ("gemma2", "gemma3"):
         keys |= {"attention.sliding_window": 8}
     if name == "granite":
         keys |= {"logit_scale": 2.0, "residual_scale": 0.5, "embedding_scale": 3.0, "attention.scale": 0.2}
-    if name == "starcoder2":
-        keys["attention.layer_norm_epsilon"] = keys.pop("attention.layer_norm_rms_epsilon")
     keys |= {key.replace("__", "."): value for key, value in changes.items()}
     metadata = {"general.architecture": architecture, "general.name": "made", "general.file_type": 0}
     metadata |= {f"{architecture}.{key}": value for key, value in keys.items()} | tokenizer
@@ -167,8 +161,6 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
 
     add("token_embd.weight", len(metadata["tokenizer.ggml.tokens"]), HIDDEN, scale=1.0)
     add("output_norm.weight", HIDDEN, mean=1.0)
-    if name == "starcoder2":
-        add("output_norm.bias", HIDDEN)
     if not is_gemma:
         add("output.weight", len(metadata["tokenizer.ggml.tokens"]), HIDDEN)
     query, kv, experts_feed = HEADS * head_dim, KV_HEADS * head_dim, FEED if name == "mixtral" else EXPERT_FEED
@@ -176,11 +168,6 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
         if name != "olmo2":
             add(f"{layer}attn_norm.weight", HIDDEN, mean=1.0)
             add(f"{layer}ffn_norm.weight", HIDDEN, mean=1.0)
-        if name == "starcoder2":
-            for part, size in (("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn_output", HIDDEN)):
-                add(f"{layer}{part}.bias", size)
-            add(f"{layer}ffn_up.bias", FEED)
-            add(f"{layer}ffn_down.bias", HIDDEN)
         if name in ("gemma2", "gemma3", "olmo2"):
             add(f"{layer}post_attention_norm.weight", HIDDEN, mean=1.0)
             add(f"{layer}post_ffw_norm.weight", HIDDEN, mean=1.0)
@@ -189,7 +176,7 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
         else:
             for part, size in (("q", query), ("k", kv), ("v", kv)):
                 add(f"{layer}attn_{part}.weight", size, HIDDEN)
-                if name in ("qwen2", "qwen2moe", "starcoder2"):
+                if name == "qwen2":
                     add(f"{layer}attn_{part}.bias", size)
         if name in ("qwen3", "qwen3moe", "gemma3"):
             add(f"{layer}attn_q_norm.weight", head_dim, mean=1.0)
@@ -204,13 +191,8 @@ def made_gguf(name: str, seed: int = 0, **changes: Any) -> MadeGguf:
             add(f"{layer}ffn_up_exps.weight", EXPERTS, experts_feed, HIDDEN)
             add(f"{layer}ffn_down_exps.weight", EXPERTS, HIDDEN, experts_feed)
         else:
-            if name not in ("phi3", "starcoder2"):
+            if name != "phi3":
                 add(f"{layer}ffn_gate.weight", FEED, HIDDEN)
             add(f"{layer}ffn_up.weight", FEED * (2 if name == "phi3" else 1), HIDDEN)
             add(f"{layer}ffn_down.weight", HIDDEN, FEED)
-        if name == "qwen2moe":
-            add(f"{layer}ffn_gate_inp_shexp.weight", HIDDEN)
-            add(f"{layer}ffn_gate_shexp.weight", FEED, HIDDEN)
-            add(f"{layer}ffn_up_shexp.weight", FEED, HIDDEN)
-            add(f"{layer}ffn_down_shexp.weight", HIDDEN, FEED)
     return model

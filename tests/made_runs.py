@@ -36,7 +36,7 @@ NAMES = [*"abcdef", "dir/c", "..", "x/y.txt", "é"]
 def record(name: str, status: str = "done", answer: str = "") -> Record:
     error = "it went wrong" if status == "error" else ""
     sha256, text = hash_of(f"text of {name}"), answer or f"about {name}"
-    return Record(name, status, "", "", error, "", text, (1, 2), document_sha256=sha256, finished_at=STAMP)
+    return Record(name, status, error=error, answer=text, token_ids=(1, 2), document_sha256=sha256, finished_at=STAMP)
 
 
 def hash_of(text: str) -> str:

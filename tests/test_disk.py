@@ -37,7 +37,7 @@ def test_an_error_that_stays_says_that_the_file_cannot_be_read_now(
     with pytest.raises(FileNotFoundError):
         disk.read_regular(tmp_path / "absent", 10)
     with pytest.raises(UnavailableError, match="absent cannot be read now"):  # a listing has just named it
-        disk.read_regular(tmp_path / "absent", 10, listed=True)
+        disk.retried(lambda: disk.read_regular(tmp_path / "absent", 10), "absent", listed=True)
     monkeypatch.setattr(os, "open", failing(os.open, system_error(errno.ESTALE), times=99))
     with pytest.raises(UnavailableError, match="file cannot be read now: Stale file handle") as caught:
         disk.read_regular(tmp_path / "file", 10)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -29,17 +27,21 @@ def doctor(job: Path | None, settings: tuple[str, ...], as_json: bool, share_gpu
 
     Exit codes: 0 no check failed; 69 the ranks cannot communicate; 78 another check failed.
     """  # noqa: D301
-    from kvr_mpi.doctor.findings import Finding, to_json, to_lines
-    from kvr_mpi.doctor.launch import DoctorOptions, diagnose
+    from kvr_mpi.doctor.findings import Finding, count_line, to_json, to_text
+    from kvr_mpi.doctor.steps import diagnose
 
-    request = DoctorOptions(share_gpu=share_gpu)
+    folder, findings = Path(), list[Finding]()
     if job is not None:
         from kvr_mpi.job import load_job
 
-        spec, _ = load_job(job, settings)
-        request = replace(request, output_dir=Path(spec.output.path))
+        folder = Path(load_job(job, settings)[0].output.path)
 
-    def show(findings: Sequence[Finding]) -> None:
-        click.echo(json.dumps(to_json(findings), indent=2) if as_json else "\n".join(to_lines(findings)))
+    def show(finding: Finding) -> None:
+        findings.append(finding)
+        if not as_json:
+            click.echo(to_text(finding))
 
-    return diagnose(request, os.environ, show)
+    code = diagnose(folder, os.environ, show, share_gpu=share_gpu)
+    if findings:  # on the first rank
+        click.echo(json.dumps(to_json(findings), indent=2) if as_json else count_line(findings))
+    return code

@@ -126,7 +126,7 @@ def open_links(world: Transport, loaded: LoadedModel, wanted: str, logger: RankL
 
     from kvr_mpi.transport.choose import TransportName, open_transport
 
-    transport, reason = open_transport(world, cast(TransportName, wanted), loaded.device)
+    transport, reason = open_transport(world, cast(TransportName, wanted), loaded.device, logger=logger)
     logger.root.info(reason)
     return transport
 

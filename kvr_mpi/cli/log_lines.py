@@ -21,7 +21,7 @@ MOST_WARNING = 400  # characters
 
 
 class LineHandler(logging.Handler):
-    """Writes records to what is standard error at the time, which may be above a progress bar.
+    """Writes records to what is standard error at the time.
 
     rank : of records of libraries; rank 0 is not named in lines.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,9 +48,7 @@ run_options = grouped(
     ),
     click.option("--show-config", is_flag=True, help="Print every setting and its origin, then exit."),
     click.option("--quiet", is_flag=True, help="Log only warnings, errors and the final line."),
-    click.option(
-        "--verbose", is_flag=True, help="Also log kernels, rates and versions; log lines instead of a progress bar."
-    ),
+    click.option("--verbose", is_flag=True, help="Also log kernels, rates and versions."),
 )
 
 
@@ -96,14 +93,13 @@ def run_with_options(name: str, given: dict[str, Any], load: LoadJob) -> int:
     from kvr_mpi.cli.log_lines import Level, quiet_libraries, show_log
     from kvr_mpi.errors import KvrError
     from kvr_mpi.logs import RankLogger
-    from kvr_mpi.transport.mpi import connect, launched_size
+    from kvr_mpi.transport.mpi import connect
 
     quiet, verbose = given.pop("quiet"), given.pop("verbose")
     if quiet and verbose:
         raise click.UsageError("--quiet and --verbose cannot be combined: give only one")
     level: Level = "quiet" if quiet else "verbose" if verbose else "normal"
-    bar = level == "normal" and launched_size(os.environ) is None and sys.stderr.isatty()
-    options = RunOptions(**given, table=not quiet, bar=bar)
+    options = RunOptions(**given, table=not quiet)
     check_fresh_or_resumed(overwrite=options.overwrite, resume=options.resume)
     configure_libraries()
     try:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from kvr_mpi.doctor.facts import DeviceFacts, RankFacts, group_ranks
-from kvr_mpi.doctor.findings import Finding, fail, number_ranges, ok, ranks_text, some, warn
+from kvr_mpi.doctor.findings import Finding, fail, ok, ranks_text, some, warn
 
 GIB = 2**30
 AMPERE = (8, 0)
@@ -26,7 +25,9 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
         return [_no_gpu(facts[0])]
     blind = [one for one in facts if not one.device.count]
     if blind:
-        text = f"{_ranks(blind)}: no GPU, although the others have one (first: {blind[0].host})"
+        text = (
+            f"{ranks_text([one.rank for one in blind])}: no GPU, although the others have one (first: {blind[0].host})"
+        )
         return [fail(check, text, "request a GPU for every task (`--gpus-per-task=1`), or start fewer ranks per host")]
     taken = group_ranks(facts, lambda one: f"{one.host} {one.device.uuid or one.device.index}")
     shared = [ranks for ranks in taken.values() if len(ranks) > 1]
@@ -36,7 +37,7 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
         for one in facts
     ]
     if shared and not share_gpu:
-        names = [f"ranks {number_ranges([one.rank for one in ranks])} on {ranks[0].host}" for ranks in shared]
+        names = [f"{ranks_text([one.rank for one in ranks])} on {ranks[0].host}" for ranks in shared]
         remedy = (
             "start as many ranks per host as it has GPUs, or use `--gpus-per-task=1`; if this is intended, add "
             "--share-gpu"
@@ -45,60 +46,36 @@ def check_devices(facts: Sequence[RankFacts], share_gpu: bool = False) -> list[F
     return [ok(check, some(shown, 8))]
 
 
-@dataclass(frozen=True, slots=True)
-class Lack:
-    """A missing feature or wrong setting: a test for GPUs, a description of the first GPU concerned, and the remedy."""
-
-    holds: Callable[[DeviceFacts], bool]
-    describe: Callable[[DeviceFacts], str]
-    remedy: str
-
-
-LACKS = (
-    Lack(
-        lambda gpu: (0, 0) < gpu.capability < AMPERE,
-        lambda gpu: f"{gpu.name} is older than Ampere, so it has no flash attention and no bfloat16",
-        'use newer GPUs, or model.dtype = "float16" or "float32"',
-    ),
-    Lack(
-        lambda gpu: gpu.free_bytes < FREE_SHARE * gpu.total_bytes,
-        lambda gpu: (
-            f"other processes use the GPU, {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are free"
-        ),
-        "check `nvidia-smi`; a job plans with the memory that is free when it begins",
-    ),
-    Lack(
-        lambda gpu: " MIG " in f" {gpu.name} ",
-        lambda gpu: "part of a GPU (MIG), which other ranks cannot reach over NCCL or CUDA IPC",
-        'use whole GPUs for chains, or parallel.transport = "staged"',
-    ),
-    Lack(
-        lambda gpu: gpu.module_loading.upper() == "LAZY",
-        lambda gpu: "CUDA_MODULE_LOADING=LAZY: loading a kernel has to wait for NCCL transfers",
-        "unset it: kvr-mpi then makes CUDA load all kernels at the start (EAGER)",
-    ),
-    Lack(
-        lambda gpu: "expandable_segments:true" in gpu.allocator.lower().replace(" ", ""),
-        lambda gpu: "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
-        "unset it for parallel.transport = 'mpi': other processes cannot open such memory (CUDA IPC), and no error is "
-        "raised; with the other transports, kvr-mpi sets it itself",
-    ),
-)
-
-
 def check_abilities(facts: Sequence[RankFacts]) -> list[Finding]:
-    """Warn about GPUs with missing features, wrong settings or other users."""
-    on_gpu = [one for one in facts if one.device.index is not None]
-    findings = []
-    for lack in LACKS:
-        if found := [one for one in on_gpu if lack.holds(one.device)]:
-            text = f"{_ranks(found)}: {lack.describe(found[0].device)}"
-            findings.append(warn("devices", text, lack.remedy))
-    return findings
+    """Warn about GPUs with missing features, wrong settings or other users; the same warning once for all ranks."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for one in facts:
+        for text, remedy in _lacks_of(one.device) if one.device.index is not None else ():
+            found.setdefault(remedy, []).append((one.rank, text))
+    return [
+        warn("devices", f"{ranks_text([rank for rank, _ in lacking])}: {lacking[0][1]}", remedy)
+        for remedy, lacking in found.items()
+    ]
 
 
-def _ranks(facts: Sequence[RankFacts]) -> str:
-    return ranks_text([one.rank for one in facts])
+def _lacks_of(gpu: DeviceFacts) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a GPU, and what to do about it."""
+    if (0, 0) < gpu.capability < AMPERE:
+        yield (
+            f"{gpu.name} is older than Ampere, so it has no flash attention and no bfloat16",
+            'use newer GPUs, or model.dtype = "float16" or "float32"',
+        )
+    if gpu.free_bytes < FREE_SHARE * gpu.total_bytes:
+        yield (
+            f"other processes use the GPU, {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are free",
+            "check `nvidia-smi`; a job plans with the memory that is free when it begins",
+        )
+    if "expandable_segments:true" in gpu.allocator.lower().replace(" ", ""):
+        yield (
+            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
+            "unset it for parallel.transport = 'mpi': other processes cannot open such memory (CUDA IPC), and no error "
+            "is raised; with the other transports, kvr-mpi sets it itself",
+        )
 
 
 def _no_gpu(one: RankFacts) -> Finding:

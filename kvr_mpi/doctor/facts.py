@@ -7,12 +7,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvr_mpi.doctor.deadlines import within
 from kvr_mpi.model.devices import NVIDIA_DRIVER, find_unusable_gpu
 from kvr_mpi.transport.mpi_query import MpiFacts, describe_mpi
-
-# The first access to a GPU may take long, and never return if its driver hangs.
-DEVICE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +30,6 @@ class DeviceFacts:
     capability: tuple[int, int] = (0, 0)
     total_bytes: int = 0
     free_bytes: int = 0  # before this program allocates any
-    module_loading: str = ""  # CUDA_MODULE_LOADING
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,37 +60,33 @@ def look_at_rank(rank: int, gpu: int, environ: Mapping[str, str], with_mpi: bool
 
 def look_at_device(gpu: int, environ: Mapping[str, str]) -> DeviceFacts:
     """Collect the facts of a GPU."""
+    import torch
 
-    def look() -> DeviceFacts:
-        import torch
-
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = gpu if count else None
         properties = None if index is None else torch.cuda.get_device_properties(index)
         unusable = find_unusable_gpu(environ)
         free, total = (0, 0) if index is None else torch.cuda.mem_get_info(index)
-        return DeviceFacts(
-            torch=torch.__version__,
-            built=torch.version.cuda or "",
-            driver=NVIDIA_DRIVER.exists(),
-            unusable="" if unusable is None else unusable.reason,
-            remedy="" if unusable is None else unusable.remedy,
-            visible=environ.get("CUDA_VISIBLE_DEVICES"),
-            allocator=environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF", ""),
-            count=count,
-            index=index,
-            name=properties.name if properties else "",
-            uuid=str(getattr(properties, "uuid", "")),
-            capability=(properties.major, properties.minor) if properties else (0, 0),
-            total_bytes=total,
-            free_bytes=free,
-            module_loading=environ.get("CUDA_MODULE_LOADING", ""),
-        )
-
-    try:
-        return within(DEVICE_TIMEOUT_S, look, "asking torch for GPUs")
-    except Exception as error:
-        return DeviceFacts(visible=environ.get("CUDA_VISIBLE_DEVICES"), error=f"{type(error).__name__}: {error}")
+    except Exception as error:  # of torch, or of a driver
+        return DeviceFacts(visible=visible, error=f"{type(error).__name__}: {error}")
+    return DeviceFacts(
+        torch=torch.__version__,
+        built=torch.version.cuda or "",
+        driver=NVIDIA_DRIVER.exists(),
+        unusable="" if unusable is None else unusable.reason,
+        remedy="" if unusable is None else unusable.remedy,
+        visible=visible,
+        allocator=environ.get("PYTORCH_CUDA_ALLOC_CONF") or environ.get("PYTORCH_ALLOC_CONF", ""),
+        count=count,
+        index=index,
+        name=properties.name if properties else "",
+        uuid=str(getattr(properties, "uuid", "")),
+        capability=(properties.major, properties.minor) if properties else (0, 0),
+        total_bytes=total,
+        free_bytes=free,
+    )
 
 
 def group_ranks(facts: Sequence[RankFacts], key: Callable[[RankFacts], str]) -> dict[str, list[RankFacts]]:

@@ -11,7 +11,8 @@ from kvr_mpi.errors import EXIT_CONFIG, EXIT_NO_TRANSPORT, EXIT_OK, counted, pri
 CheckStatus = Literal["ok", "warn", "fail"]
 
 # A failure in one of these means that the ranks cannot communicate.
-TRANSPORT_CHECKS = frozenset({"launcher", "ranks", "links"})
+TRANSPORT_CHECKS = frozenset({"launcher", "links"})
+WIDTH = len("shared folder")  # the longest name of a check
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,18 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def to_lines(findings: Sequence[Finding]) -> list[str]:
-    """Return the report as lines: each finding, followed by its remedy."""
-    width = max((len(one.check) for one in findings), default=0)
-    lines = []
-    for one in findings:
-        lines.append(f"{one.status:4}  {one.check:{width}}  {_one_line(one.found)}")
-        if one.remedy:
-            lines.append(f"{'':{6 + width}}  remedy: {_one_line(one.remedy)}")
+def to_text(one: Finding) -> str:
+    """Return a finding as a line, followed by its remedy."""
+    lines = [f"{one.status:4}  {one.check:{WIDTH}}  {_one_line(one.found)}"]
+    if one.remedy:
+        lines.append(f"{'':{6 + WIDTH}}  remedy: {_one_line(one.remedy)}")
+    return "\n".join(lines)
+
+
+def count_line(findings: Sequence[Finding]) -> str:
+    """Count the findings by status."""
     counts = {status: sum(one.status == status for one in findings) for status in ("ok", "warn", "fail")}
-    lines.append(f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counts['fail']} failed")
-    return lines
+    return f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counts['fail']} failed"
 
 
 def _one_line(text: str) -> str:
@@ -78,20 +80,16 @@ def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as ranges: ``0-3, 8``."""
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Name ranks: ``rank 1``, ``ranks 0-3, 8``."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def ranks_text(numbers: Sequence[int]) -> str:
-    """Name ranks: ``rank 1``, ``ranks 0-3, 8``."""
-    return f"rank{'s' * (len(set(numbers)) != 1)} {number_ranges(numbers)}"
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    return f"rank{'s' * (len(set(numbers)) != 1)} {text}"
 
 
 def some(names: Sequence[str], most: int = 4) -> str:

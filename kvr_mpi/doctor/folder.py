@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
 from kvr_mpi.disk import replaced
-from kvr_mpi.doctor.deadlines import gather_tried, within
 from kvr_mpi.doctor.facts import RankFacts
 from kvr_mpi.doctor.findings import Finding, fail, ok, some, warn
 from kvr_mpi.errors import counted
 from kvr_mpi.store.hdf5 import NewFile, open_hdf5, write_dataset
-from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport import Transport, gather_json, share_json
 
-T = TypeVar("T")
-
-# A slow network file system answers within this time; a dead one never does.
-DISK_TIMEOUT_S = 30.0
 # Time within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN_S = 5.0
 FEW_BYTES = 5 << 30
@@ -38,7 +33,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def check_folder(path: Path) -> list[Finding]:
-    """Check writing and space; a hanging file system blocks this call."""
+    """Check writing and space."""
     folder = existing_folder(path)
     text = str(folder) if folder == path.absolute() else f"{folder} ({path} does not exist yet)"
     stem = f".kvr-doctor-{uuid.uuid4().hex}"
@@ -51,10 +46,11 @@ def check_folder(path: Path) -> list[Finding]:
     if not unchanged:
         remedy = "do not use this file system, and inform its administrators"
         return [fail("folder", f"{text}: an HDF5 file read back differs from what was written", remedy)]
-    return [
-        ok("folder", f"{text}: HDF5 file written, fsynced, renamed and read back"),
-        check_space(folder),
-    ]
+    free = shutil.disk_usage(folder).free
+    room = f"{free / 2**30:.1f} GiB free (quotas are not checked)"
+    remedy = "free some space, or choose another folder, especially for output.kv = true"
+    space = warn("space", room, remedy) if free < FEW_BYTES else ok("space", room)
+    return [ok("folder", f"{text}: HDF5 file written, fsynced, renamed and read back"), space]
 
 
 def write_and_read(folder: Path, stem: str) -> bool:
@@ -69,40 +65,28 @@ def write_and_read(folder: Path, stem: str) -> bool:
         path.unlink(missing_ok=True)
 
 
-def check_space(folder: Path) -> Finding:
-    """Check the free space."""
-    free = shutil.disk_usage(folder).free
-    text = f"{free / 2**30:.1f} GiB free (quotas are not checked)"
-    if free < FEW_BYTES:
-        return warn("space", text, "free some space, or choose another folder, especially for output.kv = true")
-    return ok("space", text)
-
-
 def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -> list[Finding]:
     """Write a token on rank 0 and read it on every rank; all ranks call this, and only rank 0 needs `facts`."""
-    name, token, error = f".kvr-doctor-{uuid.uuid4().hex}", uuid.uuid4().hex, ""
+    file, token = existing_folder(path) / f".kvr-doctor-{uuid.uuid4().hex}", uuid.uuid4().hex
 
-    def in_time(work: Callable[[], T]) -> T:
-        return within(DISK_TIMEOUT_S, work, f"reading and writing {path.absolute()}")
+    def write() -> str:
+        """Write the token; empty if that fails, which `check_folder` has reported already."""
+        with contextlib.suppress(OSError):
+            file.write_text(token)
+            return file.name
+        return ""
 
-    if transport.rank == 0:
-        try:
-            in_time(lambda: (existing_folder(path) / name).write_text(token))
-        except Exception as problem:
-            error = str(problem)
-    name, error = share_json(transport, (name, error))
-    if error:
-        return []  # `check_folder` has reported it already
+    name = share_json(transport, write() if transport.rank == 0 else None)
+    if not name:
+        return []
     try:
-        tried = gather_tried(transport, lambda: in_time(lambda: read_token(path, name)), 2 * DISK_TIMEOUT_S)
+        found = gather_json(transport, read_token(path, name))
     finally:
         if transport.rank == 0:
-            in_time(lambda: (existing_folder(path) / name).unlink(missing_ok=True))
+            file.unlink(missing_ok=True)
     if transport.rank:
         return []
-    missing = [
-        f"rank {one.rank} on {one.host}" for one, got in zip(facts, tried, strict=True) if got.get("value") != token
-    ]
+    missing = [f"rank {one.rank} on {one.host}" for one, got in zip(facts, found, strict=True) if got != token]
     if missing:
         text = f"a file that rank 0 writes to {path.absolute()} cannot be seen by {some(missing)}"
         remedy = "choose a folder on a file system that all hosts share, and give its full path"
@@ -112,12 +96,12 @@ def check_shared(transport: Transport, path: Path, facts: Sequence[RankFacts]) -
 
 
 def read_token(path: Path, name: str) -> str:
-    """Read a file that another host has just written."""
+    """Read a file that another host has just written; empty if it cannot be seen."""
     ends = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         try:
             return (existing_folder(path) / name).read_text()
         except OSError:
             if time.monotonic() > ends:
-                raise
+                return ""
             time.sleep(0.1)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvr_mpi.doctor.deadlines import wait_for
 from kvr_mpi.doctor.findings import Finding, fail, warn
-from kvr_mpi.errors import counted
-from kvr_mpi.transport import Request, Transport
+from kvr_mpi.errors import TransportError, counted
+from kvr_mpi.transport import Request, Transport, gather_json
 from kvr_mpi.transport.links import Effort, measure_links
 
-# Time limit of a whole measurement, as a multiple of the limit of a message.
-LIMITS = 6
+# Limit for a message to arrive; the neighbor may be waiting for its other neighbor.
+TIMEOUT_S = 40.0
+# After this time, waiting sleeps between polls: microseconds no longer matter.
+SPIN_S, NAP_S = 0.02, 0.001
+EFFORT = Effort(rounds=200)
 # A link is slow if it has less than a third of the others' bandwidth, or ten times their latency.
 SLOW_BANDWIDTH, SLOW_LATENCY = 1 / 3, 10.0
 
@@ -23,22 +28,41 @@ NETWORK_REMEDY = "try another network for this MPI (UCX_TLS, FI_PROVIDER, OMPI_M
 HOST_REMEDY = "check the cores that its ranks are bound to, their network card, and other users of the host; try again"
 
 
+def check_chain(transport: Transport, hosts: Sequence[str], gpus: Sequence[int | None]) -> list[Finding]:
+    """Measure the links of all ranks, from the memory of their GPUs if they have some; every rank calls this."""
+    gpu = gpus[transport.rank]
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    tried: dict[str, Any] = {}
+    try:
+        tried["value"] = measure_chain(transport, device)
+    except Exception as error:  # the others must not wait for this rank
+        tried["error"] = f"{type(error).__name__}: {error}"
+        print(f"kvr doctor: rank {transport.rank}: {tried['error']}", file=sys.stderr, flush=True)
+    found = gather_json(transport, tried)
+    return [] if transport.rank else check_links(found, hosts, gpu is not None)
+
+
 def measure_chain(
-    transport: Transport, device: torch.device, effort: Effort, timeout_s: float
+    transport: Transport, device: torch.device, effort: Effort | None = None, timeout_s: float = TIMEOUT_S
 ) -> dict[str, Any] | None:
     """Measure this rank's link to the next rank; every rank calls this.
 
-    Returns ``latency_us``, ``gigabytes_per_s`` and ``intact``; None on the last rank. Raises `SilentError` if a
+    Returns ``latency_us``, ``gigabytes_per_s`` and ``intact``; None on the last rank. Raises `TransportError` if a
     neighbor does not respond in time.
     """
-    limit_s = 2 * timeout_s  # for the first message: the neighbor may be waiting for its other neighbor
 
     def wait(request: Request, who: str) -> None:
-        nonlocal limit_s
-        wait_for(request, limit_s, who)
-        limit_s = timeout_s
+        began = time.monotonic()
+        while not request.test():
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
+                raise TransportError(f"{who} did not arrive within {timeout_s:.0f} s")
+            if waited_s > SPIN_S:
+                time.sleep(NAP_S)
+            else:
+                os.sched_yield()  # with more ranks than cores, the peer may need this core
 
-    link = measure_links(transport, device, effort, wait)
+    link = measure_links(transport, device, effort or EFFORT, wait)
     if link is None:
         return None
     latency_us, gigabytes_per_s = round(link.latency_s * 1e6, 2), round(link.bytes_per_s / 1e9, 3)
@@ -47,7 +71,7 @@ def measure_chain(
 
 def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], on_gpus: bool) -> list[Finding]:
     """Judge the links; for each rank `tried` has the ``value`` of `measure_chain`, or ``error``."""
-    good, bad = dict[str, dict[str, Any]](), list[Finding]()
+    links, bad = list[dict[str, Any]](), list[Finding]()
     for at, one in enumerate(tried[:-1]):
         name = f"rank {at} ({hosts[at]}) -> {at + 1} ({hosts[at + 1]})"
         # The last rank has no link of its own, so its error is reported with the link to it.
@@ -58,37 +82,35 @@ def check_links(tried: Sequence[Mapping[str, Any]], hosts: Sequence[str], on_gpu
             bad.append(fail("links", f"{name}: {error}", NETWORK_REMEDY))
         else:
             ends = {"source": at, "dest": at + 1, "source_host": hosts[at], "dest_host": hosts[at + 1]}
-            good[name] = ends | one["value"]
-    if not good:
+            links.append({"name": name, **ends, **one["value"]})
+    if not links:
         return bad
-    slowest = min(good, key=lambda name: good[name]["gigabytes_per_s"])
-    latest = max(good, key=lambda name: good[name]["latency_us"])
-    speed, latency = _medians(good.values())
+    slowest = min(links, key=lambda link: link["gigabytes_per_s"])
+    latest = max(links, key=lambda link: link["latency_us"])
+    speed, latency = _medians(links)
     text = (
-        f"{counted(len(good), 'link')} from {'GPU' if on_gpus else 'host'} memory: {speed:.2f} GB/s (slowest "
-        f"{good[slowest]['gigabytes_per_s']:.2f}, {slowest}), {latency:.1f} us (longest "
-        f"{good[latest]['latency_us']:.1f}, {latest}); data compared"
+        f"{counted(len(links), 'link')} from {'GPU' if on_gpus else 'host'} memory: {speed:.2f} GB/s (slowest "
+        f"{slowest['gigabytes_per_s']:.2f}, {slowest['name']}), {latency:.1f} us (longest {latest['latency_us']:.1f}, "
+        f"{latest['name']}); data compared"
     )
-    return [Finding("links", "ok", text, measured=[*good.values()]), *bad, *_slow_links(good)]
+    return [Finding("links", "ok", text, measured=links), *bad, *_slow_links(links)]
 
 
-def _slow_links(links: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def _slow_links(links: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Warn of links that are much slower than the others, within hosts or between them."""
     found = []
-    for name, one in links.items():
+    for one in links:
         crosses = one["source_host"] != one["dest_host"]
-        others = [
-            each for each in links.values() if each is not one and (each["source_host"] != each["dest_host"]) == crosses
-        ]
-        if not others:
+        alike = [each for each in links if (each["source_host"] != each["dest_host"]) == crosses and each is not one]
+        if not alike:
             continue
-        speed, latency = _medians(others)
+        speed, latency = _medians(alike)
         if one["gigabytes_per_s"] < SLOW_BANDWIDTH * speed or one["latency_us"] > SLOW_LATENCY * latency:
-            text = f"{name}: {one['gigabytes_per_s']:.2f} GB/s and {one['latency_us']:.1f} us; the others have "
+            text = f"{one['name']}: {one['gigabytes_per_s']:.2f} GB/s and {one['latency_us']:.1f} us; the others have "
             found.append(warn("links", f"{text}{speed:.2f} and {latency:.1f}", HOST_REMEDY))
     return found
 
 
-def _medians(links: Any) -> tuple[float, float]:
-    rows = list(links)
-    return tuple(statistics.median(one[key] for one in rows) for key in ("gigabytes_per_s", "latency_us"))
+def _medians(links: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    speed, latency = (statistics.median(one[key] for one in links) for key in ("gigabytes_per_s", "latency_us"))
+    return speed, latency

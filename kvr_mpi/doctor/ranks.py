@@ -53,22 +53,17 @@ def check_scheduler(environ: Mapping[str, str], size: int | None, hosts: int | N
     found, check = batch_job(environ), "scheduler"
     if found is None:
         return [ok(check, "not in a batch system's job")]
-    findings, end_s = [], end_time(environ)[0]
+    findings, end_s = list[Finding](), end_time(environ)[0]
     text, remedy = f"{found.scheduler} job {found.job}", OTHER_END_REMEDY
     if found.scheduler == "SLURM":
         remedy = END_TIME_REMEDY
-        name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") == str(size) else "SLURM_NTASKS"
-        for variable, count, what, advice in (
-            (name, size, "there are {} ranks", "omit -n for srun or mpirun, or request as many tasks as you start"),
-            (
-                "SLURM_JOB_NUM_NODES",
-                hosts,
-                "the ranks are on {} hosts",
-                "spread the ranks (`--ntasks-per-node`), or request fewer nodes",
-            ),
-        ):
-            if count is not None and environ.get(variable, str(count)) != str(count):
-                findings.append(warn(check, f"{variable}={environ[variable]}, but {what.format(count)}", advice))
+        tasks = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") == str(size) else "SLURM_NTASKS"
+        if size is not None and (wanted := environ.get(tasks, str(size))) != str(size):
+            advice = "omit -n for srun or mpirun, or request as many tasks as you start"
+            findings.append(warn(check, f"{tasks}={wanted}, but there are {size} ranks", advice))
+        if hosts is not None and (wanted := environ.get("SLURM_JOB_NUM_NODES", str(hosts))) != str(hosts):
+            advice = "spread the ranks (`--ntasks-per-node`), or request fewer nodes"
+            findings.append(warn(check, f"SLURM_JOB_NUM_NODES={wanted}, but the ranks are on {hosts} hosts", advice))
     if end_s is None:
         return [warn(check, f"{text}: its end is not known", remedy), *findings]
     when = f"{datetime.fromtimestamp(min(end_s, 2**37)):%Y-%m-%d %H:%M:%S}"

@@ -1,210 +1,137 @@
-"""The steps of the examination: each gathers facts or measurements, and passes them to its checks.
+"""The steps of the examination: facts and measurements of all ranks, which rank 0 checks.
 
-A step that fails or raises never prevents the next. ``python -m kvr_mpi.doctor.steps REQUEST LAUNCH`` runs them all.
+A step that raises an error never prevents the next. If one hangs, such as with a driver or a file system that does not
+respond, its rank names it and ends all ranks; what was found before has been shown.
 """
 
 from __future__ import annotations
 
-import json
+import faulthandler
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-
-import torch
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 
 from kvr_mpi.doctor import devices, folder, links, ranks
-from kvr_mpi.doctor.deadlines import SilentError, gather_tried, wait_for_all, within
-from kvr_mpi.doctor.facts import DEVICE_TIMEOUT_S, DeviceFacts, RankFacts, look_at_rank
-from kvr_mpi.doctor.findings import Finding, fail
-from kvr_mpi.doctor.launch import MISMATCH_REMEDY, DoctorOptions, Reporter
-from kvr_mpi.errors import EXIT_NO_TRANSPORT, TransportError
+from kvr_mpi.doctor.facts import RankFacts, look_at_rank
+from kvr_mpi.doctor.findings import Finding, exit_code, fail
+from kvr_mpi.errors import EXIT_NO_TRANSPORT, EXIT_OK, TransportError
 from kvr_mpi.model.devices import visible_gpus
 from kvr_mpi.plain import from_plain
 from kvr_mpi.topology import gpus_in_turn
-from kvr_mpi.transport import Transport, share_json
+from kvr_mpi.transport import Transport, gather_json, mpi, share_json
+from kvr_mpi.transport.liveness import heartbeat
 from kvr_mpi.transport.local import LocalTransport
-from kvr_mpi.transport.mpi import connect, launched_rank, launched_size
 
-JOIN_TIMEOUT_S = 120.0
-STEP_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The state of the examination; only rank 0 has the facts of all ranks.
-
-    launch : why MPI could not be used.
-    hosts, gpus : host and GPU of each rank.
-    """
-
-    transport: Transport
-    request: DoctorOptions
-    environ: Mapping[str, str]
-    facts: Sequence[RankFacts]
-    launch: Finding | None
-    hosts: Sequence[str]
-    gpus: Sequence[int | None]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckStep:
-    """One step: its subject, its function, and whether all ranks take part."""
-
-    check: str
-    work: Callable[[Scene], list[Finding]]
-    together: bool = False
-
-
-def _launcher(scene: Scene) -> list[Finding]:
-    return [scene.launch] if scene.launch else ranks.check_launcher(scene.facts, launched_size(scene.environ))
-
-
-def _folder(scene: Scene) -> list[Finding]:
-    path = scene.request.output_dir
-    try:
-        return within(folder.DISK_TIMEOUT_S, lambda: folder.check_folder(path), f"writing to {path.absolute()}")
-    except TimeoutError as error:
-        return [fail("folder", str(error), "choose a folder on another file system; this one does not respond")]
-
-
-def _scheduler(scene: Scene) -> list[Finding]:
-    # If the ranks are not connected, their number is unknown.
-    size, hosts = (None, None) if scene.launch else (len(scene.facts), len(set(scene.hosts)))
-    return ranks.check_scheduler(scene.environ, size, hosts, time.time())
-
-
-def _links(scene: Scene) -> list[Finding]:
-    transport, request = scene.transport, scene.request
-    wait_for_all(transport, request.patience_s)
-    if transport.size == 1:
-        return []
-    gpu = scene.gpus[transport.rank]
-    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-    tried = gather_tried(
-        transport,
-        lambda: links.measure_chain(transport, device, request.effort, request.timeout_s),
-        request.timeout_s * links.LIMITS,
-    )
-    return links.check_links(tried, scene.hosts, scene.gpus[0] is not None) if transport.rank == 0 else []
-
-
-def _shared_folder(scene: Scene) -> list[Finding]:
-    wait_for_all(scene.transport, scene.request.patience_s)
-    return folder.check_shared(scene.transport, scene.request.output_dir, scene.facts)
-
-
-def _still_here(scene: Scene) -> list[Finding]:
-    """Check that no rank was lost, since MPI_Finalize would wait for it forever."""
-    wait_for_all(scene.transport, scene.request.patience_s)
-    return []
-
-
-# Those that need all ranks come last: none follows once a rank is lost.
-STEPS = (
-    CheckStep("launcher", _launcher),
-    CheckStep("devices", lambda scene: devices.check_devices(scene.facts, scene.request.share_gpu)),
-    CheckStep("devices", lambda scene: devices.check_abilities(scene.facts)),
-    CheckStep("folder", _folder),
-    CheckStep("scheduler", _scheduler),
-    CheckStep("shared folder", _shared_folder, together=True),
-    CheckStep("links", _links, together=True),
-    CheckStep("ranks", _still_here, together=True),
+# Importing and joining on many ranks from one network file system is slow.
+STEP_TIMEOUT_S, LOST_S = 150.0, 60.0
+KILL_AFTER_S = 10.0  # a step that keeps Python's threads from running is ended this much later
+MISMATCH_REMEDY = (
+    "use the launcher of this MPI: its own mpirun (`which mpirun` shows which one is found); under SLURM, `srun "
+    "--mpi=pmi2` for MPICH, or `srun --mpi=pmix` for Open MPI"
 )
 
 
-def examine(
-    transport: Transport,
-    request: DoctorOptions,
+def diagnose(
+    output_dir: Path,
     environ: Mapping[str, str],
-    reporter: Reporter,
-    launch: Finding | None = None,
-) -> bool:
-    """Run all steps on this rank; rank 0 reports the findings.
+    show: Callable[[Finding], None],
+    *,
+    share_gpu: bool = False,
+    limit_s: float = STEP_TIMEOUT_S,
+) -> int:
+    """Examine the machine on all ranks, and return the exit code.
 
-    launch : why the ranks could not be connected; this rank is then examined alone, without calling MPI.
-
-    Returns whether all ranks still respond, so that MPI_Finalize will not hang.
+    show : shows a finding; called on rank 0, as soon as it is known.
+    share_gpu : accept several ranks on one GPU.
+    limit_s : time limit of a step.
     """
-
-    def report(findings: list[Finding]) -> None:
-        if transport.rank == 0 and findings:
-            reporter.findings(findings)
-
-    reporter.step("ranks", 2 * request.patience_s)
-    in_order = True
-    try:
-        facts = _gather_facts(transport, request, environ, launch is None)
-        places = share_json(transport, [(one.host, one.device.index) for one in facts])
-    except SilentError as error:
-        in_order, facts = False, [look_at_rank(transport.rank, 0, environ, launch is None)]
-        places = [(facts[0].host, facts[0].device.index)]
-        report([_silent("ranks", error)])
-    hosts, gpus = zip(*places, strict=True)
-    scene = Scene(transport, request, environ, facts, launch, hosts, gpus)
-    for step in STEPS:
-        if step.together and not in_order:
-            break
-        reporter.step(step.check, STEP_TIMEOUT_S + 2 * request.patience_s + links.LIMITS * request.timeout_s)
-        try:
-            report(step.work(scene) if step.together or transport.rank == 0 else [])
-        except SilentError as error:
-            in_order = False
-            report([_silent(step.check, error)])
-        except Exception as error:
-            text = f"the check itself failed: {type(error).__name__}: {error}"
-            report([fail(step.check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")])
-    return in_order
-
-
-def _gather_facts(
-    transport: Transport, request: DoctorOptions, environ: Mapping[str, str], with_mpi: bool
-) -> list[RankFacts]:
-    def see() -> list[str]:
-        return within(DEVICE_TIMEOUT_S, visible_gpus, "asking torch for GPUs")
-
-    seen = gather_tried(transport, see, request.patience_s)
-    gpu = gpus_in_turn(share_json(transport, [one.get("value", []) for one in seen]))[transport.rank]
-
-    def look() -> object:
-        return asdict(look_at_rank(transport.rank, gpu, environ, with_mpi))
-
-    return [
-        from_plain(RankFacts, one["value"])
-        if "value" in one
-        else RankFacts(rank, "an unknown host", DeviceFacts(error=one["error"]), None)
-        for rank, one in enumerate(gather_tried(transport, look, request.patience_s))
-    ]
-
-
-def _silent(check: str, error: SilentError) -> Finding:
-    remedy = (
-        "check the hosts of these ranks and the network between them; start on fewer hosts to find the faulty one. The "
-        "checks after this one did not run"
-    )
-    return fail(check, str(error), remedy)
-
-
-def main(request: DoctorOptions, launch: Finding | None, environ: Mapping[str, str]) -> None:
-    """Connect the ranks and examine them; alone if they cannot be connected."""
-    reporter = Reporter()
-    reporter.step("launcher", JOIN_TIMEOUT_S)
+    rank, launch, findings = mpi.launched_rank(environ), None, list[Finding]()
     world: Transport = LocalTransport()
-    if launch is None:
+    _tell(rank, f"joining MPI. If this hangs or ends with an error: {MISMATCH_REMEDY}")
+    with _limited(rank, "launcher", limit_s):
         try:
-            world = connect(environ)
+            world = mpi.connect()
         except TransportError as error:
             launch = fail("launcher", error.found, error.remedy or MISMATCH_REMEDY)
-    if launch is not None and launched_rank(environ):  # the processes are not connected; only the first reports
-        reporter.end(lost=False)
-        return
-    in_order = examine(world, request, environ, reporter, launch)
-    reporter.end(lost=not in_order)
-    if not in_order:
+    if launch is not None and rank:  # the processes are not connected; only the first reports
+        return EXIT_OK
+
+    def attempt(check: str, work: Callable[[], list[Finding]]) -> None:
+        """Run one check, and show what it finds, also if it fails itself."""
+        _tell(world.rank, check)
+        with _limited(world.rank, check, limit_s):
+            try:
+                found = work()
+            except Exception as error:
+                text = f"the check itself failed: {type(error).__name__}: {error}"
+                found = [fail(check, text, "if this machine seems to be fine, report this as a bug in kvr-mpi")]
+        for finding in found if world.rank == 0 else ():
+            findings.append(finding)
+            show(finding)
+
+    def end(error: TransportError) -> None:
+        print(f"kvr doctor: {error}", file=sys.stderr, flush=True)
         world.abort(EXIT_NO_TRANSPORT)
 
+    with heartbeat(world, end, limit_s=LOST_S):
+        with _limited(world.rank, "GPUs of all ranks", limit_s):
+            facts = _gather_facts(world, environ, launch is None)
+        places = share_json(world, [(one.host, one.device.index) for one in facts])
+        hosts, gpus = [host for host, _ in places], [index for _, index in places]
+        if world.rank == 0:
+            # If the ranks are not connected, their number is unknown.
+            size, nodes = (None, None) if launch else (len(facts), len(set(hosts)))
+            attempt("launcher", lambda: [launch] if launch else ranks.check_launcher(facts, mpi.launched_size(environ)))
+            attempt("devices", lambda: devices.check_devices(facts, share_gpu) + devices.check_abilities(facts))
+            attempt("folder", lambda: folder.check_folder(output_dir))
+            attempt("scheduler", lambda: ranks.check_scheduler(environ, size, nodes, time.time()))
+        world.barrier()  # the other ranks wait here
+        attempt("shared folder", lambda: folder.check_shared(world, output_dir, facts))
+        world.barrier()
+        if world.size > 1:
+            attempt("links", lambda: links.check_chain(world, hosts, gpus))
+    return exit_code(findings)
 
-if __name__ == "__main__":
-    given = json.loads(sys.argv[2])
-    main(from_plain(DoctorOptions, json.loads(sys.argv[1])), given and Finding(**given), os.environ)
+
+def _tell(rank: int, what: str) -> None:
+    """Name a step that begins, so that a crash in it is explained."""
+    if rank == 0:
+        print(f"kvr doctor: {what}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _limited(rank: int, step: str, limit_s: float) -> Iterator[None]:
+    """End this process if a step takes longer, and with it all ranks."""
+
+    def end() -> None:
+        print(f"kvr doctor: rank {rank}: the step {step!r} hangs: ended after {limit_s:.0f} s", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(EXIT_NO_TRANSPORT)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(limit_s + KILL_AFTER_S, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _gather_facts(world: Transport, environ: Mapping[str, str], with_mpi: bool) -> list[RankFacts]:
+    """Gather the facts of all ranks on rank 0; every rank calls this."""
+    seen: list[str] = []
+    try:
+        seen = visible_gpus()
+    except RuntimeError:
+        pass  # `look_at_rank` has the reason
+    gpu = gpus_in_turn(share_json(world, gather_json(world, seen)))[world.rank]
+    mine = look_at_rank(world.rank, gpu, environ, with_mpi)
+    return [from_plain(RankFacts, one) for one in gather_json(world, asdict(mine))]

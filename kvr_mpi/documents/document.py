@@ -61,6 +61,8 @@ class OwnGeneration:
 
 
 AS_THE_JOB = OwnGeneration()
+# Settings that count for the hash of a document only if it has them, so that earlier answers stay valid.
+HASHED_IF_SET = ("keep_reasoning",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,9 @@ class Document:
         if more == ({}, {}, (), False, AS_THE_JOB, {}):
             return hashlib.sha256(self.text.encode()).hexdigest()
         said = [[message.role, message.content] for message in self.messages]
-        whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, asdict(self.generation)]
-        whole += [dict(self.template_args)]
+        settings = asdict(self.generation)
+        own = {name: value for name, value in settings.items() if value is not None or name not in HASHED_IF_SET}
+        whole = [self.text, dict(self.columns), dict(self.passed), said, self.is_raw, own, dict(self.template_args)]
         return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 

@@ -95,9 +95,7 @@ def read_rows(
     Raises `UnavailableError` if the file cannot be read now, and otherwise one of `READ_ERRORS`.
     """
     if not is_table(path):
-        text = retried(
-            lambda: read_text(path, rows.encoding, patience=patience), path, listed=listed, patience=patience
-        )
+        text = retried(lambda: read_text(path, rows.encoding), path, listed=listed, patience=patience)
         yield 0, text
         return
     version: tuple[int, int] | None = None
@@ -108,7 +106,7 @@ def read_rows(
         was, version = version, size_and_time(path)
         if was not in (None, version):
             raise UnavailableError(f"{path} was replaced while it was read")
-        source = _table_rows(path, rows, start, patience)
+        source = _table_rows(path, rows, start)
         return next(source, None), source
 
     while True:
@@ -158,16 +156,16 @@ def count_lines(path: str, end: int) -> int:
         raise unavailable(path, error) from error
 
 
-def _table_rows(path: str, rows: RowFormat, start: int, patience: float) -> Iterator[tuple[int, int, RawRow]]:
+def _table_rows(path: str, rows: RowFormat, start: int) -> Iterator[tuple[int, int, RawRow]]:
     """Yield (place, next place, row) of a table."""
     found = format_of(path)
     assert found is not None
     if found.suffix == ".parquet":
-        with open_file(path, patience=patience) as stream:
+        with open_file(path) as stream:
             for number, fields in parquet_rows(path, stream, rows.needed, start):
                 yield number, number + 1, fields
         return
-    with open_file(path, patience=patience) as stream:
+    with open_file(path) as stream:
         if found.suffix in (".csv", ".tsv"):
             for number, row in enumerate(_csv_rows(stream, "\t" if found.suffix == ".tsv" else ",", rows.needed)):
                 if number >= start:
@@ -265,14 +263,14 @@ def _is_binary(data: bytes) -> bool:
     return data.startswith(BINARY) or len(data.translate(None, TEXT_BYTES)) > MOST_CONTROLS * len(data)
 
 
-def read_text(path: str, encoding: str = UTF_8, *, patience: float = 1.0) -> str:
+def read_text(path: str, encoding: str = UTF_8) -> str:
     """Read a whole text file, without its byte order mark, with line feeds for the line ends of Windows.
 
     Files with a mark of UTF-8 or UTF-16 are read as that, whatever the encoding of other files.
 
     Raises `UnicodeDecodeError` if it is not in this encoding, or is binary, which most encodings would accept as text.
     """
-    with open_file(path, patience=patience) as stream:
+    with open_file(path) as stream:
         data = stream.read(MAX_TEXT_BYTES + 1)
     if len(data) > MAX_TEXT_BYTES:
         raise OSError(

@@ -78,10 +78,10 @@ def is_table(path: str | Path) -> bool:
     return found is not None and found.is_table
 
 
-def open_file(path: str, *, patience: float = 1.0) -> IO[bytes]:
+def open_file(path: str) -> IO[bytes]:
     """Open a file for reading its uncompressed bytes; raises `OSError`, or `CorpusError` if a package is missing."""
     found = format_of(path)
-    stream = _open_stored(path, patience)
+    stream = _open_stored(path)
     if found is None or not found.compression:
         return stream
     openers: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zstd}
@@ -92,10 +92,10 @@ def open_file(path: str, *, patience: float = 1.0) -> IO[bytes]:
         raise
 
 
-def _open_stored(path: str, patience: float) -> IO[bytes]:
+def _open_stored(path: str) -> IO[bytes]:
     if path.startswith(ZIP):
         member, _, archive = path.removeprefix(ZIP).rpartition("::")
-        file = open_regular(Path(archive), patience=patience)
+        file = open_regular(Path(archive))
         try:
             opened = zipfile.ZipFile(file)
             return cast("IO[bytes]", _Layers(opened.open(member), opened, file))
@@ -105,7 +105,7 @@ def _open_stored(path: str, patience: float) -> IO[bytes]:
     if is_remote(path):
         file_system, inner = remote(path)
         return cast("IO[bytes]", file_system.open(inner, "rb"))
-    return open_regular(Path(path), patience=patience)
+    return open_regular(Path(path))
 
 
 class _ZstdReader(io.RawIOBase):

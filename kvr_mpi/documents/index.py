@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,6 +72,12 @@ def hash_id(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
 
 
+def has_hash(hashes: npt.NDArray[np.uint64], name: str) -> bool:
+    """Return whether the hash of an id is among sorted ones."""
+    at = int(np.searchsorted(hashes, wanted := np.uint64(hash_id(name))))
+    return at < len(hashes) and bool(hashes[at] == wanted)
+
+
 @dataclass(slots=True)
 class Strings:
     """Many strings in one block of memory; `ends` are the offsets at which they end."""
@@ -103,21 +110,29 @@ class Strings:
         return np.diff(self.ends, prepend=0)
 
 
-def pack_columns(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Return JSON values and columns as bytes: a line of JSON, and then the columns."""
-    listed = [(name, str(column.dtype), len(column)) for name, column in columns.items()]
+def pack_columns(head: Mapping[str, Any], columns: Mapping[str, npt.NDArray[Any] | Strings]) -> bytes:
+    """Return JSON values and columns as bytes: a line of JSON, and then the columns; strings are two of them."""
+    arrays = dict[str, npt.NDArray[Any]]()
+    for name, column in columns.items():
+        if isinstance(column, Strings):
+            arrays |= {name: np.frombuffer(column.data, np.uint8), f"{name}.ends": column.ends}
+        else:
+            arrays[name] = column
+    listed = [(name, str(column.dtype), column.shape) for name, column in arrays.items()]
     line = json.dumps({**head, "columns": listed}).encode()
-    buffers: list[Any] = [np.ascontiguousarray(column) for column in columns.values()]
+    buffers: list[Any] = [np.ascontiguousarray(column) for column in arrays.values()]
     return b"".join([line, b"\n", *buffers])
 
 
-def unpack_columns(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
+def unpack_columns(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what was packed; the columns stay in `data`."""
     at = data.index(b"\n") + 1
-    head, columns = json.loads(data[:at]), dict[str, npt.NDArray[Any]]()
-    for name, kind, count in head["columns"]:
-        columns[name] = np.frombuffer(data, kind, count, at) if count else np.zeros(0, kind)
-        at += columns[name].nbytes
+    head, columns = json.loads(data[:at]), dict[str, Any]()
+    for name, kind, shape in head["columns"]:
+        column = np.frombuffer(data, kind, math.prod(shape), at) if math.prod(shape) else np.zeros(0, kind)
+        at += column.nbytes
+        of, _, is_ends = name.partition(".")
+        columns[of] = Strings(columns[of].data, column) if is_ends else column.reshape(shape)
     return head, columns
 
 
@@ -139,17 +154,11 @@ class CorpusFiles:
     @classmethod
     def of(cls, columns: Mapping[str, Any]) -> CorpusFiles:
         """Reconstruct the files."""
-        paths, names = (
-            Strings(columns["paths"].data, columns["path_ends"]),
-            Strings(columns["names"].data, columns["name_ends"]),
-        )
-        return cls(paths, names, columns["sizes"])
+        return cls(columns["paths"], columns["names"], columns["sizes"])
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self) -> dict[str, npt.NDArray[Any] | Strings]:
         """Return everything."""
-        paths, names = np.frombuffer(self.paths.data, np.uint8), np.frombuffer(self.names.data, np.uint8)
-        ends = {"path_ends": self.paths.ends, "name_ends": self.names.ends}
-        return {"paths": paths, "names": names, **ends, "sizes": self.sizes}
+        return {"paths": self.paths, "names": self.names, "sizes": self.sizes}
 
     def format(self, number: int) -> FileFormat:
         """Return a file's format, by its name."""
@@ -271,17 +280,11 @@ class Index:
     @classmethod
     def of(cls, columns: Mapping[str, Any], errors: dict[int, str]) -> Index:
         """Reconstruct an index."""
-        ids, digested, digests = Strings(columns["ids"].data, columns["ends"]), columns["digested"], columns["digests"]
-        digests = digests.reshape(len(digested), -1 if len(digested) else DIGEST_BYTES)
-        return cls(
-            **{name: columns[name] for name in COLUMNS}, ids=ids, errors=errors, digested=digested, digests=digests
-        )
+        return cls(**{name: columns[name] for name in (*COLUMNS, *OTHERS)}, errors=errors)
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def columns(self) -> dict[str, npt.NDArray[Any] | Strings]:
         """Return everything but the errors."""
-        fixed = {name: getattr(self, name) for name in COLUMNS}
-        ids = np.frombuffer(self.ids.data, np.uint8)
-        return {**fixed, "ids": ids, "ends": self.ids.ends, "digested": self.digested, "digests": self.digests.ravel()}
+        return {name: getattr(self, name) for name in (*COLUMNS, *OTHERS)}
 
     def own_id(self, number: int, files: CorpusFiles) -> str:
         """Return a document's id."""
@@ -305,6 +308,7 @@ class Index:
         return row_name(name, row) if row else name
 
 
+OTHERS = ("ids", "digested", "digests")  # besides `COLUMNS`
 COLUMNS: dict[str, Any] = {"file": np.int32, "place": np.int64, "row": np.int32, "chars": np.int32, "is_bad": np.bool_}
 
 
@@ -330,6 +334,11 @@ class _Rows:
         self.is_bad.append(is_bad)
         self.ids += name.encode("utf-8", "surrogatepass")
         self.ends.append(len(self.ids))
+
+    def add_digest(self, document: Document) -> None:
+        """Add the hash of the contents of the next document."""
+        self.digested.append(len(self))
+        self.digests += bytes.fromhex(document.sha256)[:DIGEST_BYTES]
 
     def index(self) -> Index:
         """Return the index."""
@@ -372,18 +381,13 @@ def index_spans(
     limit : stop after this many documents.
     """
     found, lines, patience = _Rows(), list[Lines](), 1.0
-
-    def is_recorded(name: str) -> bool:
-        at = int(np.searchsorted(recorded, np.uint64(hash_id(name))))
-        return at < len(recorded) and int(recorded[at]) == hash_id(name)
-
     for span in spans:
         path, name, before = files.paths[span.file], files.names[span.file], len(found)
         count: int | None = 0
         kind = files.format(span.file)
         try:
             if not kind.is_table:
-                _add_text(found, files, span.file, rows, is_read=is_recorded(name), patience=patience)
+                _add_text(found, files, span.file, rows, is_read=has_hash(recorded, name), patience=patience)
                 patience = 1.0
             else:
                 for count, place, row in _rows_of(path, files, span, rows, patience):  # noqa: B007
@@ -394,13 +398,10 @@ def index_spans(
                     document = check_document(document_of(row, rows, path, name, number))
                     is_named = document.id != row_name(name, number)
                     is_bad = document.error is not None
-                    wanted = len(recorded) and not is_bad and (not is_named or is_recorded(document.id))
-                    if wanted:
-                        found.digested.append(len(found))
-                        found.digests += bytes.fromhex(document.sha256)[:DIGEST_BYTES]
-                    found.add(
-                        *(span.file, place, number, document.chars, document.id if is_named else ""), is_bad=is_bad
-                    )
+                    if len(recorded) and not is_bad and (not is_named or has_hash(recorded, document.id)):
+                        found.add_digest(document)
+                    own = document.id if is_named else ""
+                    found.add(span.file, place, number, document.chars, own, is_bad=is_bad)
                     if limit is not None and len(found) >= limit:
                         break
         except UnavailableError as error:
@@ -437,20 +438,16 @@ def _add_text(found: _Rows, files: CorpusFiles, file: int, rows: RowFormat, *, i
     """Add a text file, whose contents are read only if there are results of it."""
     path, name = files.paths[file], files.names[file]
     listed = not os.path.islink(path)  # a link may lead nowhere
-    chars, is_bad, digest, document = 0, False, b"", None
     if is_read:
         ((_, row),) = read_rows(path, rows, listed=listed, patience=patience)
         document = check_document(document_of(row, rows, path, name, 0))
-        chars, is_bad = document.chars, document.error is not None
-        digest = b"" if is_bad else bytes.fromhex(document.sha256)[:DIGEST_BYTES]
+        chars = document.chars
     else:
-        chars = retried(partial(size_and_time, path), path, listed=listed, patience=patience)[0]
         document = check_document(Document(name, "x"))
-        is_bad = document.error is not None
-    if digest:
-        found.digested.append(len(found))
-        found.digests += digest
-    found.add(file, 0, 0, chars, document.id if document.id != name else "", is_bad=is_bad)
+        chars = retried(partial(size_and_time, path), path, listed=listed, patience=patience)[0]
+    if is_read and document.error is None:
+        found.add_digest(document)
+    found.add(file, 0, 0, chars, document.id if document.id != name else "", is_bad=document.error is not None)
 
 
 def _add_file_error(found: _Rows, span: FileSpan, error: str) -> None:
@@ -579,17 +576,12 @@ def _make_unique(index: Index, files: CorpusFiles, *, is_batch: bool) -> None:
     first: dict[str, int] = {}
     copies: dict[str, int] = {}
     renamed: dict[int, str] = {}
-
-    def is_taken(name: str) -> bool:
-        at = int(np.searchsorted(ordered, np.uint64(hash_id(name))))
-        return at < len(ordered) and int(ordered[at]) == hash_id(name)
-
     for number in np.flatnonzero(np.isin(hashes, repeated)).tolist():
         name = index.own_id(number, files)
         if first.setdefault(name, number) == number:
             continue
         copy = copies.get(name, 2)
-        while is_taken(f"{name}#{copy}"):
+        while has_hash(ordered, f"{name}#{copy}"):
             copy += 1
         copies[name], renamed[number] = copy + 1, f"{name}#{copy}"
         what = f"document {first[name] + 1} has the same id"

@@ -24,6 +24,7 @@ from kvr_mpi.model.tensor_parallel import (
     GATE_UP,
     MLP,
     QKV,
+    plan_of,
     sum_products,
     why_no_plan,
     why_not_by_plan,
@@ -45,9 +46,10 @@ def why_not_by_config(config: Any, shape: ModelShape) -> str | None:
     """Return why a model's heads cannot be distributed, as far as the configuration shows; else None."""
     if why := why_no_plan(config):
         return why
-    if EXPERTS in config.base_model_tp_plan or f"{MLP}down_proj" not in config.base_model_tp_plan:
+    plan = plan_of(config)
+    if EXPERTS in plan or f"{MLP}down_proj" not in plan:
         return "its MLP has experts"
-    if {QKV, GATE_UP} & config.base_model_tp_plan.keys():
+    if {QKV, GATE_UP} & plan.keys():
         return "its matrices are fused"
     seen = {str(layer.visibility) for layer in shape.layers if layer.visibility.size is not None}
     if shape.has_latents:
@@ -78,7 +80,7 @@ class SharedHeads:
         tensors = itertools.chain(self._whole.parameters(), self._whole.buffers())
         with without_kernels(self._whole), torch.inference_mode():
             self._part: Any = copy.deepcopy(self._whole, {id(tensor): tensor for tensor in tensors})
-        sum_products(self._part.model, self._part.config.base_model_tp_plan, total)
+        sum_products(self._part.model, plan_of(self._part.config), total)
         for idx, layer in enumerate(self._part.model.layers):
             layer.self_attn.o_proj.register_forward_pre_hook(self._own_inputs)
             for name in DIVIDED_DIMS.keys() & dict(layer.mlp.named_children()).keys():

@@ -8,7 +8,8 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,6 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 LENGTH = struct.Struct("<Q")
 # llama.cpp's names of the files of a split model.
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Bytes that are hashed from the middle of each tensor.
-TENSOR_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,10 @@ class GgufModel:
     tensors: Mapping[str, GgufTensor]
 
 
-def read_gguf(path: Path, keeps: Collection[str] | None = None) -> GgufModel:
+def read_gguf(path: Path, *, reads_texts: bool = True) -> GgufModel:
     """Read the metadata and the table of tensors of a GGUF model; of all of its files, if it is split.
 
-    keeps : arrays of texts to read; None for all. Of others, only the length is read, in a fifth of the time.
+    reads_texts : if False, only the length of arrays of texts is read, in a fifth of the time.
 
     Raises `ModelError` if a file is damaged, cut short, or missing.
     """
@@ -63,7 +62,7 @@ def read_gguf(path: Path, keeps: Collection[str] | None = None) -> GgufModel:
     files = parts_of(path)
     for number, file in enumerate(files):
         with _opened(file) as content:
-            values, table, _ = _read_header(content, file, keeps)
+            values, table = _read_header(content, file, reads_texts)
         count, own = values.get("split.count", 0), values.get("split.no", 0)
         if (max(count, 1), own) != (len(files), number):
             merged = f"{path.stem}-merged.gguf"
@@ -100,40 +99,19 @@ def parts_of(path: Path) -> list[Path]:
     return files
 
 
-def samples_of(path: Path) -> Iterator[bytes]:
-    """Yield bytes that identify a GGUF model: all metadata, and a sample from every tensor of each of its files."""
-    for file in parts_of(path):
-        with _opened(file) as content:
-            _, table, data = _read_header(content, file, keeps=())
-            yield content[:data]
-            starts = sorted(tensor.offset for tensor in table)
-            for start, end in zip(starts, [*starts[1:], len(content)], strict=True):
-                middle = max(start, (start + end - TENSOR_SAMPLE_BYTES) // 2)
-                yield content[middle : min(end, middle + TENSOR_SAMPLE_BYTES)]
+@contextmanager
+def _opened(path: Path) -> Iterator[mmap.mmap]:
+    """Map a file's content into memory."""
+    with path.open("rb") as stream:
+        begins = stream.read(len(MAGIC))
+        if begins != MAGIC:
+            raise ModelError(f"{path.name} is not a GGUF file: it begins with {begins!r}, not {MAGIC!r}")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield content
 
 
-class _opened:
-    """The content of a file, mapped into memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> mmap.mmap:
-        with self._path.open("rb") as stream:
-            begins = stream.read(len(MAGIC))
-            if begins != MAGIC:
-                raise ModelError(f"{self._path.name} is not a GGUF file: it begins with {begins!r}, not {MAGIC!r}")
-            self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._content
-
-    def __exit__(self, *_: object) -> None:
-        self._content.close()
-
-
-def _read_header(
-    content: mmap.mmap, path: Path, keeps: Collection[str] | None
-) -> tuple[dict[str, Any], list[GgufTensor], int]:
-    """Return the metadata, the table of tensors, and where tensor data begins; `keeps` as in `read_gguf`."""
+def _read_header(content: mmap.mmap, path: Path, reads_texts: bool) -> tuple[dict[str, Any], list[GgufTensor]]:
+    """Return the metadata and the table of tensors; `reads_texts` as in `read_gguf`."""
     try:
         version, tensors, keys = struct.unpack_from("<IQQ", content, len(MAGIC))
         if version not in VERSIONS:
@@ -142,7 +120,7 @@ def _read_header(
         for _ in range(keys):
             key, at = _read_string(content, at)
             kind = struct.unpack_from("<I", content, at)[0]
-            value, at = _read_value(content, at + 4, kind, keeps is None or key in keeps)
+            value, at = _read_value(content, at + 4, kind, reads_texts)
             if key in metadata:
                 raise ModelError(f"{path.name}: the metadata key {key} stands in it twice")
             metadata[key] = value
@@ -164,7 +142,7 @@ def _read_header(
         raise ModelError(f"{path.name} is cut short: it has {len(content)} bytes, and some tensors begin after them")
     if len({tensor.name for tensor in table}) < len(table):
         raise ModelError(f"{path.name} contains two tensors of the same name")
-    return metadata, table, data
+    return metadata, table
 
 
 def _read_string(content: mmap.mmap, at: int) -> tuple[str, int]:
@@ -175,8 +153,8 @@ def _read_string(content: mmap.mmap, at: int) -> tuple[str, int]:
     return content[at + 8 : end].decode(), end
 
 
-def _read_value(content: mmap.mmap, at: int, kind: int, keeps: bool) -> tuple[Any, int]:
-    """Return a value and where the next begins; for an array of strings that is not kept, its length."""
+def _read_value(content: mmap.mmap, at: int, kind: int, reads_texts: bool) -> tuple[Any, int]:
+    """Return a value and where the next begins; without `reads_texts` the length of an array of strings."""
     if kind in SCALARS:
         return struct.unpack_from(SCALARS[kind], content, at)[0], at + struct.calcsize(SCALARS[kind])
     if kind == STRING:
@@ -190,7 +168,7 @@ def _read_value(content: mmap.mmap, at: int, kind: int, keeps: bool) -> tuple[An
         return list(struct.unpack_from(form, content, at)), at + struct.calcsize(form)
     if kind != STRING:
         raise struct.error(f"an array of type {kind}")
-    if keeps:
+    if reads_texts:
         texts = []
         for _ in range(count):
             text, at = _read_string(content, at)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvr_mpi.errors import ModelError
 from kvr_mpi.model.gguf import GgufModel, GgufTensor
-from kvr_mpi.model.gguf_tokenizer import build_tokenizer, end_tokens, save_tokenizer
+from kvr_mpi.model.gguf_tokenizer import build_tokenizer, end_tokens
 from kvr_mpi.model.metadata import Metadata
 from kvr_mpi.model.shape import meta_model
 
@@ -28,7 +28,6 @@ Names = Mapping[str, tuple[str, ...]]
 GLOBAL: Names = {
     "model.embed_tokens.weight": ("token_embd.weight",),
     "model.norm.weight": ("output_norm.weight",),
-    "model.norm.bias": ("output_norm.bias",),
     "lm_head.weight": ("output.weight",),
 }
 ATTENTION: Names = {
@@ -46,7 +45,6 @@ NORMS: Names = {
     "input_layernorm.weight": ("attn_norm.weight",),
     "post_attention_layernorm.weight": ("ffn_norm.weight",),
 }
-NORM_BIASES: Names = {name.replace("weight", "bias"): (of[0].replace("weight", "bias"),) for name, of in NORMS.items()}
 POST_NORMS: Names = {
     "post_attention_layernorm.weight": ("post_attention_norm.weight",),
     "post_feedforward_layernorm.weight": ("post_ffw_norm.weight",),
@@ -62,22 +60,10 @@ MLP: Names = {
     "mlp.down_proj.weight": ("ffn_down.weight",),
 }
 MLP_BIASES: Names = {name.replace("weight", "bias"): (of[0].replace("weight", "bias"),) for name, of in MLP.items()}
-TWO_PRODUCTS: Names = {
-    "mlp.c_fc.weight": ("ffn_up.weight",),
-    "mlp.c_fc.bias": ("ffn_up.bias",),
-    "mlp.c_proj.weight": ("ffn_down.weight",),
-    "mlp.c_proj.bias": ("ffn_down.bias",),
-}
 EXPERTS: Names = {
     "mlp.gate.weight": ("ffn_gate_inp.weight",),
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "mlp.experts.down_proj": ("ffn_down_exps.weight",),
-}
-SHARED_EXPERT: Names = {
-    "mlp.shared_expert_gate.weight": ("ffn_gate_inp_shexp.weight",),
-    "mlp.shared_expert.gate_proj.weight": ("ffn_gate_shexp.weight",),
-    "mlp.shared_expert.up_proj.weight": ("ffn_up_shexp.weight",),
-    "mlp.shared_expert.down_proj.weight": ("ffn_down_shexp.weight",),
 }
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 # Settings of Llama 3.1 and later, which a file contains only as the divisors of frequencies that follow from them.
@@ -88,18 +74,18 @@ LLAMA3: Mapping[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "o
 class Architecture:
     """How a GGUF architecture becomes a model of transformers.
 
-    configure : returns the ``model_type`` and other settings of the configuration that are its own.
+    model_type : transformers' name.
     layer : the parameters of a layer. Biases of products that a file lacks are zero.
-    epsilon : the key of what is added in norms, and its name in transformers.
+    configure : returns the settings of the configuration that are its own.
     interleaved : pairs of rotated dimensions are adjacent in queries and keys; transformers' are half a head apart.
     norm_offset : what was added to the weights of norms.
     is_partial : transformers' model can rotate a part of each head.
     divisors : tensors that may divide its rotary frequencies.
     """
 
-    configure: Callable[[Metadata, GgufModel], dict[str, Any]]
+    model_type: str
     layer: Names
-    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    configure: Callable[[Metadata, GgufModel], dict[str, Any]] = lambda keys, model: {}
     interleaved: bool = False
     norm_offset: float = 0.0
     is_partial: bool = False
@@ -129,7 +115,7 @@ def write_model(model: GgufModel, folder: Path) -> None:
     )
     with contextlib.redirect_stderr(io.StringIO()):  # hide the progress bar from the batch log
         built.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
+    tokenizer.save_pretrained(folder)
 
 
 def check_architecture(metadata: Metadata) -> str:
@@ -167,6 +153,7 @@ def _configure(metadata: Metadata, model: GgufModel) -> tuple[Architecture, Any]
     keys.expect("vocab_size", len(tokens))
     context = keys.number("context_length")
     settings: dict[str, Any] = {
+        "model_type": architecture.model_type,
         "hidden_size": hidden,
         "num_hidden_layers": keys.number("block_count"),
         "max_position_embeddings": context,
@@ -174,7 +161,7 @@ def _configure(metadata: Metadata, model: GgufModel) -> tuple[Architecture, Any]
         "num_attention_heads": heads,
         "num_key_value_heads": keys.number("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        architecture.epsilon[1]: keys.real(architecture.epsilon[0]),
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
         "vocab_size": len(tokens),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "rope_parameters": _rope(keys, model, architecture, head_dim, context),
@@ -272,8 +259,7 @@ def _llama(keys: Metadata, model: GgufModel) -> dict[str, Any]:
             raise ModelError("it has experts and biases; transformers' Mixtral has no biases")
         return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
     keys.expect("expert_used_count", 0)
-    _no_window(keys)
-    return {"model_type": "llama", "attention_bias": biases[0], "mlp_bias": biases[1]}
+    return {"attention_bias": biases[0], "mlp_bias": biases[1], **_without_window(keys, model)}
 
 
 def _experts(keys: Metadata) -> tuple[int, int]:
@@ -284,32 +270,9 @@ def _experts(keys: Metadata) -> tuple[int, int]:
     return experts, used
 
 
-def _qwen2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    _no_window(keys)
-    return {"model_type": "qwen2"}
-
-
-def _qwen3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    _no_window(keys)
-    return {"model_type": "qwen3"}
-
-
-def _qwen2_moe(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    experts, used = _experts(keys)
-    return {
-        "model_type": "qwen2_moe",
-        "num_experts": experts,
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": keys.number("expert_shared_feed_forward_length"),
-        "norm_topk_prob": False,
-    }
-
-
 def _qwen3_moe(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     experts, used = _experts(keys)
     return {
-        "model_type": "qwen3_moe",
         "num_experts": experts,
         "num_experts_per_tok": used,
         "moe_intermediate_size": keys.number("expert_feed_forward_length"),
@@ -317,13 +280,8 @@ def _qwen3_moe(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     }
 
 
-def _gemma(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    return {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh"}
-
-
 def _gemma2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     return {
-        "model_type": "gemma2",
         "attn_logit_softcapping": keys.real("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": keys.real("final_logit_softcapping", 30.0),
     } | _windows(keys, pattern=2, largest=46)
@@ -331,17 +289,17 @@ def _gemma2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
 
 def _gemma3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     return {
-        "model_type": "gemma3_text",
         "final_logit_softcapping": keys.real("final_logit_softcapping", 0.0) or None,
         "local_rope": {"rope_type": "default", "rope_theta": keys.real("rope.freq_base_swa", 10000.0)},
     } | _windows(keys, pattern=6, largest=62)
 
 
-def _no_window(keys: Metadata) -> None:
+def _without_window(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     """Refuse a window that llama.cpp ignores for this architecture, although the model was trained with it."""
     window, context = keys.number("attention.sliding_window", 0), keys.number("context_length")
     if 0 < window < context:
         raise ModelError(f"{keys.prefix}attention.sliding_window = {window} below the context of {context} tokens")
+    return {}
 
 
 def _windows(keys: Metadata, *, pattern: int, largest: int) -> dict[str, Any]:
@@ -367,7 +325,6 @@ def _windows(keys: Metadata, *, pattern: int, largest: int) -> dict[str, Any]:
 def _granite(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     keys.expect("rope.scaling.finetuned", True)  # without it, nothing is rotated
     return {
-        "model_type": "granite",
         "attention_bias": _has(model, BIASES),
         "mlp_bias": _has(model, MLP_BIASES),
         "logits_scaling": keys.real("logit_scale"),
@@ -379,16 +336,7 @@ def _granite(keys: Metadata, model: GgufModel) -> dict[str, Any]:
 
 def _smollm3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     layers = keys.number("block_count")
-    return {"model_type": "smollm3", "no_rope_layers": [int((idx + 1) % 4 != 0) for idx in range(layers)]}
-
-
-def _olmo2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    return {"model_type": "olmo2"}
-
-
-def _starcoder2(keys: Metadata, model: GgufModel) -> dict[str, Any]:
-    _no_window(keys)
-    return {"model_type": "starcoder2", "use_bias": True, "hidden_act": "gelu_pytorch_tanh"}
+    return {"no_rope_layers": [int((idx + 1) % 4 != 0) for idx in range(layers)]}
 
 
 def _head_dim(keys: Metadata) -> int:
@@ -399,7 +347,6 @@ def _head_dim(keys: Metadata) -> int:
 def _phi3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
     window, context = keys.number("attention.sliding_window", 0), keys.number("context_length")
     return {
-        "model_type": "phi3",
         "sliding_window": window if 0 < window < context else None,
         "original_max_position_embeddings": keys.number("rope.scaling.original_context_length", context),
     }
@@ -407,33 +354,34 @@ def _phi3(keys: Metadata, model: GgufModel) -> dict[str, Any]:
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
-        _llama,
+        "llama",
         {**NORMS, **ATTENTION, **BIASES, **MLP, **MLP_BIASES, **EXPERTS},
+        _llama,
         interleaved=True,
         divisors=(ROPE_FREQS, ROPE_LONG, ROPE_SHORT),
     ),
-    "qwen2": Architecture(_qwen2, {**NORMS, **ATTENTION, **BIASES, **MLP}),
-    "qwen2moe": Architecture(_qwen2_moe, {**NORMS, **ATTENTION, **BIASES, **EXPERTS, **SHARED_EXPERT}),
-    "qwen3": Architecture(_qwen3, {**NORMS, **ATTENTION, **HEAD_NORMS, **MLP}),
-    "qwen3moe": Architecture(_qwen3_moe, {**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}),
-    "gemma": Architecture(_gemma, {**NORMS, **ATTENTION, **MLP}, norm_offset=1.0),
-    "gemma2": Architecture(_gemma2, {**FOUR_NORMS, **ATTENTION, **MLP}, norm_offset=1.0),
-    "gemma3": Architecture(_gemma3, {**FOUR_NORMS, **ATTENTION, **HEAD_NORMS, **MLP}, norm_offset=1.0),
+    "qwen2": Architecture("qwen2", {**NORMS, **ATTENTION, **BIASES, **MLP}, _without_window),
+    "qwen3": Architecture("qwen3", {**NORMS, **ATTENTION, **HEAD_NORMS, **MLP}, _without_window),
+    "qwen3moe": Architecture("qwen3_moe", {**NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS}, _qwen3_moe),
+    "gemma": Architecture(
+        "gemma",
+        {**NORMS, **ATTENTION, **MLP},
+        lambda keys, model: {"hidden_act": "gelu_pytorch_tanh"},
+        norm_offset=1.0,
+    ),
+    "gemma2": Architecture("gemma2", {**FOUR_NORMS, **ATTENTION, **MLP}, _gemma2, norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", {**FOUR_NORMS, **ATTENTION, **HEAD_NORMS, **MLP}, _gemma3, norm_offset=1.0),
     "granite": Architecture(
-        _granite,
+        "granite",
         {**NORMS, **ATTENTION, **BIASES, **MLP, **MLP_BIASES},
+        _granite,
         interleaved=True,
         divisors=(ROPE_FREQS, ROPE_LONG, ROPE_SHORT),
     ),
-    "smollm3": Architecture(_smollm3, {**NORMS, **ATTENTION, **MLP}, interleaved=True),
-    "olmo2": Architecture(_olmo2, {**POST_NORMS, **ATTENTION, **HEAD_NORMS, **MLP}),
-    "starcoder2": Architecture(
-        _starcoder2,
-        {**NORMS, **NORM_BIASES, **ATTENTION, **BIASES, **TWO_PRODUCTS},
-        epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
-    ),
+    "smollm3": Architecture("smollm3", {**NORMS, **ATTENTION, **MLP}, _smollm3, interleaved=True),
+    "olmo2": Architecture("olmo2", {**POST_NORMS, **ATTENTION, **HEAD_NORMS, **MLP}),
     "phi3": Architecture(
-        _phi3,
+        "phi3",
         {
             **NORMS,
             "self_attn.qkv_proj.weight": ("attn_qkv.weight",),
@@ -441,6 +389,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "mlp.gate_up_proj.weight": ("ffn_up.weight",),
             "mlp.down_proj.weight": ("ffn_down.weight",),
         },
+        _phi3,
         is_partial=True,
         divisors=(ROPE_LONG, ROPE_SHORT),
     ),
@@ -470,8 +419,6 @@ def _fill(built: Any, architecture: Architecture, config: Any, model: GgufModel)
             missing += absent
             continue
         value = np.concatenate([_values(model.tensors[each]) for each in sources], axis=1 if len(sources) > 1 else 0)
-        if name.endswith("shared_expert_gate.weight"):
-            value = value.reshape(1, -1)
         if value.shape != tuple(parameter.shape):
             raise ModelError(
                 f"the tensor {' + '.join(sources)} has shape {value.shape}, but the metadata asks for "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvr_mpi.errors import ModelError
@@ -93,26 +92,6 @@ def build_tokenizer(metadata: Metadata) -> Any:
         clean_up_tokenization_spaces=False,
         **texts,
     )
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer to a folder with a configuration; refuse it if transformers would read another one from there.
-
-    transformers chooses the class by the type of the model, and some classes have a pre-tokenizer of their own.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer.save_pretrained(folder)
-    read = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    for name in ("normalizer", "pre_tokenizer", "post_processor"):
-        parts = [getattr(each.backend_tokenizer, name) for each in (tokenizer, read)]
-        if len({part if part is None else part.__getstate__() for part in parts}) > 1:
-            raise ModelError(
-                f"tokenizer.ggml.pre: transformers' {type(read).__name__} has another {name} than the file"
-            )
-    if len(read) != len(tokenizer):
-        added = sorted(read.get_vocab().keys() - tokenizer.get_vocab().keys())
-        raise ModelError(f"transformers' {type(read).__name__} adds tokens that are not in the file: {added[:3]}")
 
 
 def end_tokens(metadata: Metadata) -> list[int]:

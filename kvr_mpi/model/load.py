@@ -126,6 +126,8 @@ def load_model(
         check_loaded(model, info, [name for name, _ in tensor_types(files)], needs_head=needs_head)
         check_generation(files)
         check_dtype(model.dtype, target)
+        if stored.get("dequantize"):  # transformers leaves what is not quantised as it is stored
+            model = model.to(_dtype_of(config, dtype))
         model = model.to(target).eval()
         if tp_group is not None:
             join_group(model, config, tp_group)

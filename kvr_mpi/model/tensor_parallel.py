@@ -29,7 +29,31 @@ if TYPE_CHECKING:
 
 ATTENTION = "layers.*.self_attn."
 MLP = "layers.*.mlp."
+EXPERTS = f"{MLP}experts"
 QKV, GATE_UP = f"{ATTENTION}qkv_proj", f"{MLP}gate_up_proj"  # several matrices in one, one below the other
+# Additions to the plans of models with experts, and of models whose heads share latents, of which ranks hold all.
+WHOLE = "whole"
+SHARED_EXPERTS = {
+    **{f"{MLP}shared_{of}.{name}_proj": "colwise" for of in ("expert", "experts") for name in ("gate", "up")},
+    **{f"{MLP}shared_{of}.down_proj": "rowwise" for of in ("expert", "experts")},
+    f"{MLP}shared_expert_gate": WHOLE,
+}
+LATENTS = {
+    **{f"{ATTENTION}{name}": WHOLE for name in ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")},
+    **{f"{ATTENTION}{name}_proj": "colwise" for name in ("q", "q_b", "kv_b")},
+    f"{ATTENTION}o_proj": "rowwise",
+}
+# Plans for architectures for which transformers has none, by their type.
+OWN_PLANS = {
+    "gpt_oss": {
+        **{f"{ATTENTION}{name}_proj": "colwise" for name in "qkv"},
+        f"{ATTENTION}o_proj": "rowwise",
+        f"{ATTENTION}sinks": "colwise",
+        **{f"{EXPERTS}.gate_up_proj{of}": "packed_colwise" for of in ("", "_bias")},
+        **{f"{EXPERTS}.down_proj{of}": "rowwise" for of in ("", "_bias")},
+        EXPERTS: "moe_tp_experts",
+    }
+}
 # Supported entries of transformers' plans: some rows, some columns whose products are summed, and whole norms of single
 # heads. Of fused matrices, transformers gathers the products; here, ranks take their rows of each matrix.
 KNOWN = {
@@ -37,22 +61,21 @@ KNOWN = {
     QKV: ("colwise_gather_output",),
     f"{ATTENTION}o_proj": ("rowwise", "rowwise_split_input"),
     **{f"{ATTENTION}{name}_norm": ("replicated_with_grad_allreduce",) for name in "qk"},
-    **{f"{MLP}{of}{name}_proj": ("colwise",) for of in ("", "shared_experts.") for name in ("gate", "up")},
+    **{f"{MLP}{name}_proj": ("colwise",) for name in ("gate", "up")},
     GATE_UP: ("colwise_gather_output",),
     f"{MLP}down_proj": ("rowwise", "rowwise_split_input"),
-    f"{MLP}shared_experts.down_proj": ("rowwise",),
-    f"{MLP}experts.gate_up_proj": ("packed_colwise",),
-    f"{MLP}experts.down_proj": ("rowwise",),
-    f"{MLP}experts": ("moe_tp_experts",),
+    f"{EXPERTS}.gate_up_proj": ("packed_colwise",),
+    f"{EXPERTS}.down_proj": ("rowwise",),
+    EXPERTS: ("moe_tp_experts",),
 }
 # What ranks sum.
 SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
-EXPERTS = f"{MLP}experts"
-# Names of matrices in files, with the dimension that is divided.
+# Names of matrices in files, with the dimension that is divided. Experts in one tensor are those of gpt-oss.
 DIVIDED_DIMS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "embed_tokens", "lm_head"), 0),
-    **dict.fromkeys(("qkv_proj", "gate_up_proj"), 0),
-    **dict.fromkeys(("o_proj", "down_proj", "w2"), 1),
+    **dict.fromkeys(("qkv_proj", "gate_up_proj", "q_b_proj", "kv_b_proj", "self_attn.sinks"), 0),
+    **dict.fromkeys(("o_proj", "down_proj", "w2", "experts.down_proj", "experts.gate_up_proj_bias"), 1),
+    **dict.fromkeys(("experts.gate_up_proj", "experts.down_proj_bias"), 2),
 }
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
@@ -63,14 +86,15 @@ Reduce = Callable[["torch.Tensor"], "torch.Tensor"]
 class Part:
     """A rank's part of a model: some heads, and a share of the other weights.
 
-    heads, kv_heads, head_dim : of the whole model.
+    heads, kv_heads : of the whole model; latents count as one KV head.
+    features : rows or columns of a head in each matrix of attention.
     """
 
     rank: int
     size: int
     heads: int
     kv_heads: int
-    head_dim: int
+    features: Mapping[str, int]
 
     @property
     def own_heads(self) -> tuple[int, int]:
@@ -97,20 +121,41 @@ class Part:
     def ranges(self, name: str, length: int) -> list[tuple[int, int]]:
         """Ranges of rows or columns of a matrix, given its name within its layer: one, or one of each fused matrix."""
         queries, keys = self.own_heads, self.own_kv_heads
-        heads: dict[str, list[tuple[int, int]]] = {
-            **dict.fromkeys(("q_proj", "o_proj"), [queries]),
-            **dict.fromkeys(("k_proj", "v_proj"), [keys]),
-            "qkv_proj": [
-                queries,
-                *((at + keys[0], at + keys[1]) for at in (self.heads, self.heads + self.kv_heads)),
-            ],
-        }
-        if name in heads:
-            return [(first * self.head_dim, last * self.head_dim) for first, last in heads[name]]
+        if each := self.features.get(name):
+            some = [keys if name in ("k_proj", "v_proj") else queries]
+            if name == "qkv_proj":
+                some += [(at + keys[0], at + keys[1]) for at in (self.heads, self.heads + self.kv_heads)]
+            return [(first * each, last * each) for first, last in some]
         if name == "gate_up_proj":
             first, last = even_share(length // 2, self.rank, self.size)
             return [(first, last), (length // 2 + first, length // 2 + last)]
+        if name.startswith("experts.gate_up"):  # a column of one matrix follows one of the other
+            first, last = even_share(length // 2, self.rank, self.size)
+            return [(2 * first, 2 * last)]
         return [even_share(length, self.rank, self.size)]
+
+
+def plan_of(config: Any) -> dict[str, str]:
+    """Return how a model is divided, by the names of its modules and parameters; empty if transformers has no plan."""
+    plan = dict(getattr(config, "base_model_tp_plan", None) or OWN_PLANS.get(config.model_type, {}))
+    if plan and has_latents(config):
+        plan |= LATENTS
+    return plan | SHARED_EXPERTS if EXPERTS in plan else plan
+
+
+def has_latents(config: Any) -> bool:
+    """Whether attention caches latents, which all heads share, as DeepSeek-V3's does."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def head_features(config: Any) -> dict[str, int]:
+    """Return how many rows or columns of each matrix of attention belong to a head."""
+    if has_latents(config):
+        query = config.qk_nope_head_dim + config.qk_rope_head_dim
+        expanded = config.qk_nope_head_dim + config.v_head_dim
+        return {"q_proj": query, "q_b_proj": query, "kv_b_proj": expanded, "o_proj": config.v_head_dim}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {**dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), head_dim), "self_attn.sinks": 1}
 
 
 def why_no_plan(config: Any) -> str | None:
@@ -120,15 +165,16 @@ def why_no_plan(config: Any) -> str | None:
         return "it is not only a language model"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantised"
-    plan = dict(getattr(text, "base_model_tp_plan", None) or {})
+    plan = plan_of(config)
     if not plan:
         return "transformers has no plan for it"
-    unknown = {name: way for name, way in plan.items() if way not in KNOWN.get(name, ())}
+    ours = LATENTS | SHARED_EXPERTS | OWN_PLANS.get(config.model_type, {})
+    unknown = {name: way for name, way in plan.items() if way not in KNOWN.get(name, ()) and way != ours.get(name)}
     if unknown:
         name, way = next(iter(unknown.items()))
         return f"transformers' plan has {name} {way}, which kvr-mpi does not support"
-    needed = {f"{ATTENTION}o_proj", *([QKV] if QKV in plan else [f"{ATTENTION}{name}_proj" for name in "qkv"])}
-    if missing := needed - plan.keys():
+    fused = {QKV, f"{ATTENTION}kv_b_proj"} & plan.keys()
+    if missing := {f"{ATTENTION}o_proj", *(fused or [f"{ATTENTION}{name}_proj" for name in "qkv"])} - plan.keys():
         return f"transformers' plan does not say how {min(missing)} is divided"
     return None
 
@@ -145,29 +191,25 @@ def why_not_by_plan(model: Any) -> str | None:
 
     if dict(getattr(model, "_tp_plan", None) or {}).get("lm_head") != "colwise_gather_output":
         return "transformers' plan does not divide its vocabulary"
-    config, plan = model.config, model.config.base_model_tp_plan
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config, plan = model.config, plan_of(model.config)
     # The features of all query heads are the rows of one matrix and the columns of another.
-    heads = config.num_attention_heads
+    heads, each = config.num_attention_heads, head_features(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    by_heads = {
-        f"{ATTENTION}q_proj.weight": (0, heads),
-        f"{QKV}.weight": (0, heads + 2 * kv_heads),
-        f"{ATTENTION}o_proj.weight": (1, heads),
-    }
+    counts = {"q_proj": heads, "q_b_proj": heads, "kv_b_proj": heads, "o_proj": heads, "qkv_proj": heads + 2 * kv_heads}
+    by_heads = {f"{ATTENTION}{leaf}.weight": counts[leaf] * each[leaf] for leaf in counts.keys() & each.keys()}
     for name, values in model.base_model.state_dict().items():
         path, module = in_plan(name), in_plan(name).rpartition(".")[0]
-        if not module.startswith((ATTENTION, MLP)):
+        if not path.startswith((ATTENTION, MLP)):
             is_known = module == "embed_tokens" or values.shape == (config.hidden_size,)
         elif plan.get(module) in ("colwise", "colwise_gather_output", *SUMMED[:2]):
             is_known = type(model.base_model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear
             if path in by_heads:
-                dim, count = by_heads[path]
-                is_known &= values.shape[dim] == count * head_dim
+                is_known &= values.shape[DIVIDED_DIMS[module.rpartition(".")[2]]] == by_heads[path]
         elif module in (f"{ATTENTION}q_norm", f"{ATTENTION}k_norm"):
-            is_known = values.shape == (head_dim,)
+            is_known = values.shape == (each["q_proj"],)
         else:
-            is_known = path in plan or f"{module}.".startswith(f"{MLP}gate.")
+            is_router = f"{module}.".startswith((f"{MLP}gate.", f"{MLP}router."))
+            is_known = is_router or path in plan or plan.get(module) == WHOLE
         if not is_known and values.numel() > 1:  # one number is the same on all ranks
             return f"{name} of shape {tuple(values.shape)} is not divided as transformers' plan says"
     return None
@@ -193,20 +235,20 @@ def part_of(config: Any, rank: int, size: int) -> Part:
             f"= 1"
         )
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = 1 if has_latents(config) else getattr(config, "num_key_value_heads", None) or heads
     if why := why_not_divided(heads, kv_heads, size):
         raise ConfigError(f"parallel.tensor_parallel = {size}: {name}: {why}")
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Part(rank, size, heads, kv_heads, head_dim)
+    return Part(rank, size, heads, kv_heads, head_features(config))
 
 
 def part_config(config: Any, part: Part) -> Any:
     """Return the configuration of a rank's part of a model, without a padding token."""
     mine = copy.deepcopy(config)
-    mine.head_dim = part.head_dim
-    mine.num_key_value_heads = part.own_kv_heads[1] - part.own_kv_heads[0]
-    mine.num_attention_heads = part.own_heads[1] - part.own_heads[0]
-    for name in ("intermediate_size", "moe_intermediate_size"):
+    heads, kv_heads = (last - first for first, last in (part.own_heads, part.own_kv_heads))
+    mine.num_attention_heads, mine.num_key_value_heads = heads, heads if has_latents(config) else kv_heads
+    if not has_latents(config):
+        mine.head_dim = part.features["q_proj"]
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
         if isinstance(width := getattr(config, name, None), int):
             first, last = even_share(width, part.rank, part.size)
             setattr(mine, name, last - first)
@@ -264,7 +306,9 @@ def sliced_weights(folder: Path, part: Part, opened: ExitStack) -> dict[str, Wei
 
 def _slice_of(name: str, tensor: Any, part: Part) -> WeightSlice:
     """Return this rank's slice; transformers refuses wrong shapes."""
-    leaf, shape = "".join(name.split(".")[-2:-1]), tensor.get_shape()
+    module, _, leaf = name.rpartition(".")
+    leaf = module.rpartition(".")[2] + ("" if leaf in ("weight", "bias") else f".{leaf}")
+    shape = tensor.get_shape()
     if leaf not in DIVIDED_DIMS:
         return WeightSlice(tensor)
     dim = DIVIDED_DIMS[leaf]
@@ -298,11 +342,12 @@ def join_group(model: Any, config: Any, tp_group: TensorParallelGroup) -> None:
         logits[..., first:last] = share
         return tp_group.all_reduce(logits)
 
-    sum_products(model.base_model, config.base_model_tp_plan, tp_group.all_reduce)
-    modules = dict(model.base_model.named_modules())
+    plan, modules = plan_of(config), dict(model.base_model.named_modules())
+    sum_products(model.base_model, plan, tp_group.all_reduce)
     for name in modules:
-        if config.base_model_tp_plan.get(in_plan(name)) == "moe_tp_experts":
-            router = modules.get(f"{name.rpartition('.')[0]}.gate")
+        if plan.get(in_plan(name)) == "moe_tp_experts":
+            beside = name.rpartition(".")[0]
+            router = modules.get(f"{beside}.gate", modules.get(f"{beside}.router"))
             if router is None:
                 raise ModelError(f"{type(model).__name__}: the router of the experts {name} is unknown")
             # If rounding sent a token to different experts on two ranks, the sum would mix halves of both.

@@ -34,13 +34,12 @@ ONLY_TEKKEN = (
 )
 # Classes that are what the file says.
 OF_FILE = ("TokenizersBackend", "PreTrainedTokenizerFast")
-HEAD_CHARS = 1 << 20  # most files have all but their vocabulary in it
 
 
 def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any) -> Any:
     """Load a model's tokenizer; `options` are those of transformers' ``from_pretrained``.
 
-    is_converted : the files are made from a GGUF file, which has neither of the two; they are not compared.
+    is_converted : the files are made from a GGUF file, and are used as they are.
 
     Raises `ModelError` if it is not the tokenizer of ``tokenizer.json`` or ``tokenizer.model``, and no setting in
     tokenizer_config.json explains that.
@@ -49,6 +48,8 @@ def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
+    if is_converted:
+        return PreTrainedTokenizerFast.from_pretrained(location, **options)
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, **options)
     except (ImportError, ValueError) as error:
@@ -67,7 +68,7 @@ def load_tokenizer(location: str, *, is_converted: bool = False, **options: Any)
     may_differ_in_space = any(said.get(name) is not None for name in ABOUT_SPACES)
     if file is None and backend is not None and (pieces := _sentencepiece_file(location)) is not None:
         _check_pieces(tokenizer, pieces)
-    if is_converted or backend is None or file is None or _has_parts_of(backend, file):
+    if backend is None or file is None or _has_parts_of(backend, file):
         return tokenizer
     truth = Tokenizer.from_file(str(file))
     truth.no_truncation()
@@ -137,7 +138,7 @@ def _has_parts_of(backend: Tokenizer, file: Path) -> bool:
     """Whether a tokenizer has the normalizer, pre-tokenizer, decoder and options of a file, which is fast to see."""
     from tokenizers import Tokenizer
 
-    parts = _parts(file)
+    parts = json.loads(file.read_text(encoding="utf-8"))
     shown = {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
     truth = Tokenizer.from_str(json.dumps({**empty, **shown}))  # as this version of tokenizers writes them
@@ -161,42 +162,6 @@ def _plain(part: Any) -> Any:
         return {name: relevant(each) for name, each in value.items() if name not in ignored}
 
     return None if part is None else relevant(json.loads(part.__getstate__()))
-
-
-def _parts(file: Path) -> dict[str, Any]:
-    """Read all of a file but its vocabulary, which comes last in files that tokenizers writes."""
-    with file.open(encoding="utf-8") as stream:
-        head = stream.read(HEAD_CHARS)
-        try:
-            found, at = _members(head, 0, "model")
-            found["model"], _ = _members(head, at, "vocab")
-        except ValueError:  # the vocabulary does not come last
-            whole = json.loads(head + stream.read())
-            whole["model"] = {name: value for name, value in whole["model"].items() if name not in ("vocab", "merges")}
-            return dict(whole)
-    return found
-
-
-def _members(text: str, at: int, last: str) -> tuple[dict[str, Any], int]:
-    """Read the members of a JSON object up to the one named `last`; also return where its value begins."""
-    decoder = json.JSONDecoder()
-
-    def skip(at: int, mark: str) -> int:
-        at += len(text[at : at + 4096]) - len(text[at : at + 4096].lstrip())
-        if text[at : at + 1] != mark:
-            raise ValueError(f"expected {mark!r}")
-        at += 1
-        return at + len(text[at : at + 4096]) - len(text[at : at + 4096].lstrip())
-
-    found: dict[str, Any] = {}
-    at = skip(at, "{")
-    while True:
-        name, at = decoder.raw_decode(text, at)
-        at = skip(at, ":")
-        if name == last:
-            return found, at
-        found[name], at = decoder.raw_decode(text, at)
-        at = skip(at, ",")
 
 
 def _difference(

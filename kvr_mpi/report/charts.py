@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,7 +17,7 @@ from kvr_mpi.report.style import (
     plain_number,
     tokens_text,
 )
-from kvr_mpi.report.svg import BOTTOM, LEFT, RIGHT, TOP, Drawing, Scale
+from kvr_mpi.report.svg import BOTTOM, LEFT, TOP, Drawing, Scale
 from kvr_mpi.report.timeline import Timeline, TracedRun
 from kvr_mpi.store.record import Record
 
@@ -28,8 +28,6 @@ MOST_POINTS = 400
 MOST_DOTS = 1200
 # Prompts with a smaller computed fraction (the rest was reused) are omitted from timings by length.
 LEAST_COMPUTED = 0.9
-# Maximum number of groups of prompts with similar lengths in the chart of slices.
-MOST_GROUPS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,66 +166,6 @@ def draw_waits(run: TracedRun) -> Chart | str:
     return Chart(title, drawing, note)
 
 
-def draw_forecast(run: TracedRun) -> Chart | str:
-    """Draw predicted against measured time of each prompt."""
-    if not run.traces:
-        return NO_TRACE
-    pairs = [(one.predicted_s, one.seconds, one) for one in run.timelines if one.predicted_s]
-    if not pairs:
-        return "slices were not computed from measured rates, so there is no prediction"
-    most = 1.05 * max(max(predicted, measured) for predicted, measured, _ in pairs)
-    drawing = Drawing(WIDTH, HEIGHT + 60, "predicted against measured time to first token")
-    x, y = drawing.x_axis(most, "predicted (seconds)"), drawing.y_axis(most, "measured (seconds)")
-    drawing.area([(x(0), y(0)), (x(most), y(0.9 * most)), (x(most), y(most)), (x(most / 1.1), y(most))], "rival")
-    drawing.line([(x(0), y(0)), (x(most), y(most))], "bound", dashed=True, width=1.5)
-    for predicted, measured, one in pairs[:: -(-len(pairs) // MOST_DOTS)]:
-        label = f"{one.prompt.document}: predicted {duration_text(predicted)}, took {duration_text(measured)}"
-        drawing.dot(x(predicted), y(measured), "ours", label)
-    off = statistics.median(measured / predicted - 1 for predicted, measured, _ in pairs)
-    title = f"Prompts took {percent_text(abs(off))} {'longer' if off >= 0 else 'less'} than predicted (the median)"
-    note = (
-        "One dot per prompt. On the dashed line, the prediction is exact; within the band, it is off by at most 10%. "
-        "The prediction is the computing time of the slowest rank, without waits, from the rates that were used to "
-        "choose the slices."
-    )
-    return Chart(title, drawing, note)
-
-
-def draw_slices(records: Sequence[Record]) -> Chart | str:
-    """Draw each rank's share of a prompt over the prompt's length (KV-Runahead, Fig. 10)."""
-    sliced = [one for one in records if len(one.slices) > 2 and one.slices[-1] > 0]
-    if not sliced:
-        return "no prompt was split over several ranks"
-    size = Counter(len(one.slices) for one in sliced).most_common(1)[0][0]
-    mine = sorted((one for one in sliced if len(one.slices) == size), key=lambda one: one.slices[-1])
-    per_group = -(-len(mine) // MOST_GROUPS)
-    groups = [mine[at : at + per_group] for at in range(0, len(mine), per_group)]
-    drawing = Drawing(WIDTH, HEIGHT, "share of the prompt by rank, over its length")
-    y = drawing.y_axis(1, "share of the prompt", [0, 0.25, 0.5, 0.75, 1], percent_text)
-    width = (WIDTH - RIGHT - LEFT) / len(groups)
-    for number, group in enumerate(groups):
-        left, edges = LEFT + number * width, []
-        for place in range(size):
-            edges.append(statistics.fmean(one.slices[place] / one.slices[-1] for one in group))
-        tokens = statistics.fmean(one.slices[-1] for one in group)
-        for place, (low, high) in enumerate(zip(edges, edges[1:], strict=False)):
-            label = f"slice {place}: {percent_text(high - low)} of {tokens_text(tokens)} tokens"
-            shade = f"r{min(7, round(7 * place / max(1, size - 2)))}"
-            drawing.rect(left + 1, y(high), width - 2, y(low) - y(high), shade, label)
-        if len(groups) <= 12 or number % 2 == 0:
-            drawing.x_tick(left + width / 2, tokens_text(tokens))
-    drawing.x_name((LEFT + WIDTH - RIGHT) / 2, "prompt tokens")
-    ends = [percent_text(statistics.fmean(one.slices[1] / one.slices[-1] for one in groups[at])) for at in (0, -1)]
-    lengths = [tokens_text(groups[at][at].slices[-1]) for at in (0, -1)]
-    title = f"The first of {size - 1} slices has {ends[0]} of a prompt of {lengths[0]} tokens"
-    title += f", and {ends[1]} of one of {lengths[1]}" * (lengths[0] != lengths[1])
-    return Chart(
-        title,
-        drawing,
-        f"{counted(len(mine), 'prompt')}. The first slice is at the bottom; later ones are closer to the page color.",
-    )
-
-
 def draw_first_token(records: Sequence[Record]) -> Chart | str:
     """Draw the time to the first token over the prompt's length."""
     timed = [one for one in records if _is_comparable(one)]
@@ -256,51 +194,6 @@ def _is_comparable(record: Record) -> bool:
     """Whether a record's TTFT is typical of its length: it is one prompt, and most of it was computed."""
     computed = record.computed_tokens >= LEAST_COMPUTED * record.prompt_tokens
     return record.ttft_s > 0 and record.prompt_tokens > 0 and record.parts == 1 and computed
-
-
-def draw_speedup(records: Sequence[Record], run: TracedRun) -> Chart | str:
-    """Draw time to the first token over ranks for prompts of similar length, with the lower bound (Fig. 8)."""
-    groups: dict[int, dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for one in records:
-        if _is_comparable(one):
-            groups[one.prompt_tokens.bit_length()][one.ranks].append(one)
-    best = max(groups.values(), key=lambda by_ranks: (len(by_ranks), sum(map(len, by_ranks.values()))), default={})
-    if len(best) < 2:
-        sizes = {one.ranks for one in records if one.ranks}
-        label = (
-            f"all prompts ran on {counted(min(sizes), 'rank')}"
-            if len(sizes) == 1
-            else "no two prompts of similar length ran on different numbers of ranks"
-        )
-        return f"{label}; a run with parallel.ranks_per_chain = 'auto' compares them"
-    ranks = sorted(best)
-    tokens = statistics.median(one.prompt_tokens for some in best.values() for one in some)
-    # Scale the times to the same length; the lengths in a group differ by a factor of two at most.
-    times = {size: [one.ttft_s * tokens / one.prompt_tokens for one in best[size]] for size in ranks}
-    token_s, pair_s = run.rates
-    layers = max((trace.header.layers for trace in run.traces), default=0)
-    alone_s = layers * tokens * (token_s + pair_s * tokens / 2)
-    drawing = Drawing(WIDTH, HEIGHT, "time to first token over ranks")
-    most = 1.06 * max(max(some) for some in times.values())
-    x, y = Scale(len(ranks) - 1, LEFT + 50, WIDTH - RIGHT - 50), drawing.y_axis(most, "seconds to the first token")
-    places = {size: x(number) for number, size in enumerate(ranks)}
-    for size, place in places.items():
-        drawing.x_tick(place, str(size))
-    drawing.x_name(x.middle, "ranks that share a prompt")
-    low = [(places[size], y(min(times[size]))) for size in ranks]
-    high = [(places[size], y(max(times[size]))) for size in ranks]
-    drawing.area([*low, *reversed(high)], "ours")
-    middles = {size: statistics.median(times[size]) for size in ranks}
-    drawing.line([(places[size], y(middles[size])) for size in ranks], "ours", width=2.5)
-    for size in ranks:
-        drawing.dot(places[size], y(middles[size]), "ours", f"{counted(size, 'rank')}: {duration_text(middles[size])}")
-    legend = [("ours", "measured: median, and lowest to highest")]
-    if alone_s:
-        drawing.line([(places[size], y(alone_s / size)) for size in ranks], "bound", dashed=True)
-        legend.append(("bound", "lower bound: the work of one rank, shared evenly, no communication"))
-    gain = middles[ranks[0]] / middles[ranks[-1]]
-    title = f"{ranks[-1]} ranks are {gain:.1f} times as fast as {ranks[0]} at about {tokens_text(tokens)} tokens"
-    return Chart(title, drawing, f"{sum(map(len, best.values()))} prompts of similar length.", tuple(legend))
 
 
 def draw_progress(records: Sequence[Record], answering_s: float = 0.0) -> Chart | str:

@@ -25,11 +25,8 @@ from kvr_mpi.errors import counted
 from kvr_mpi.report.charts import (
     Chart,
     draw_first_token,
-    draw_forecast,
     draw_memory,
     draw_progress,
-    draw_slices,
-    draw_speedup,
     draw_timelines,
     draw_waits,
 )
@@ -50,7 +47,6 @@ REASONS = 12
 # How answers ended (`Record.ended_early`).
 ENDED_EARLY = {"": "", "reasoning": "empty: reasoning", "length": "cut off", "repetition": "stopped: repetition"}
 PROMPT_CHARS = 600
-SHADES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +105,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
             for one in ([timelines] if isinstance(timelines, str) else timelines)
         ),
         ("waits", "Waits by rank and layer", draw_waits(run)),
-        ("forecast", "Predicted against measured time", draw_forecast(run)),
         ("ttft", "Time to the first token", draw_first_token(records)),
-        ("slices", "Slices over the prompt's length", draw_slices(records)),
-        ("speedup", "Speed-up over ranks", draw_speedup(records, run)),
         ("documents", "Documents completed over time", draw_progress(records, facts.answering_s)),
         ("memory", "Memory of the ranks", draw_memory(run)),
     ]
@@ -136,7 +129,7 @@ def make_page(facts: RunFacts, records: Sequence[Record], run: TracedRun) -> byt
         told = [f"{', '.join(what)}: {why}." for why, what in missing.items()]
         lines = [f'<p class="missing">{escaped(line)}</p>' for line in told]
         drawn.append(f"<section><h2>Not available for this run</h2>{''.join(lines)}</section>")
-    script, style = _read("page.js"), palette(SHADES) + _read("page.css")
+    script, style = _read("page.js"), palette() + _read("page.css")
     above, below = "".join(head), "".join(drawn)
     room = PAGE_BYTES - len((above + below).encode()) - len(script) - len(style) - 8_000
     packed, note = pack_answers(records, room)

@@ -1,14 +1,10 @@
-"""Progress of a job's documents: a bar on a terminal, lines in a log."""
+"""Progress of a job's documents: lines in the log, with an estimate of the time left."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator
-
-import rich.progress
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from kvr_mpi.duration import duration_text
 from kvr_mpi.errors import counted, printable
@@ -40,8 +36,6 @@ class Progress:
         Unix time at which the batch system ends the job.
     on_estimate : callable
         Called with each new estimate of the Unix time at which all documents will be finished; None: not known.
-    bar : bool
-        Draw a progress bar on standard error, with log lines above it. For jobs of one rank.
     """
 
     def __init__(
@@ -52,7 +46,6 @@ class Progress:
         events: Events | None = None,
         *,
         deadline_s: float | None = None,
-        bar: bool = False,
         clock: Callable[[], float] = time.time,
         on_estimate: Callable[[float | None], None] = lambda ends_s: None,
     ) -> None:
@@ -60,33 +53,8 @@ class Progress:
         self._documents, self._work = documents, work
         self._deadline_s, self._clock = deadline_s, clock
         self._began, self._on_estimate = clock(), on_estimate
-        self._logged_s, self._worked = 0.0, 0
+        self._logged_s = 0.0
         self._totals = Totals() if events is None else events.totals
-        self._bar: rich.progress.Progress | None = None
-        if bar:
-            self._bar = rich.progress.Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                TextColumn("{task.fields[documents]}", markup=False),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}", markup=False),
-                TextColumn("{task.fields[pace]}", markup=False),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(
-                "documents", total=2 * max(1, work), documents=f"0/{documents}", left=UNKNOWN, pace=""
-            )
-
-    def __enter__(self) -> Progress:
-        """Show the bar."""
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.stop()
 
     @property
     def elapsed_s(self) -> float:
@@ -107,23 +75,13 @@ class Progress:
             what = f"{record.prompt_tokens:,} tokens, {_times_of(record)}"
         level = logging.WARNING if record.status == "error" else logging.INFO
         self._log(f"{done}/{self._documents} {record.id}: {what}", f", {left}", level, record.id)
-        if self._bar is not None:
-            half_done = work + max(work, prefilled)
-            self._bar.update(self._task, completed=half_done, documents=f"{done}/{self._documents}", left=left)
-            self._bar.update(self._task, description=printable(record.id)[:40], pace=self._pace())
-        self._worked = work
 
-    def prefilled(
-        self, name: str, tokens: int, seconds: float, prefilled: int = 0, known: int = 0, document: str | None = None
-    ) -> None:
+    def prefilled(self, name: str, tokens: int, seconds: float, known: int = 0, document: str | None = None) -> None:
         """Report a prefilled prompt; its answer may take long, since many prompts are decoded together.
 
-        `tokens` were computed; the keys and values of `known` tokens before them existed already. `prefilled` is the
-        prefilled work of the whole job, including this prompt; `document` the id of its document.
+        `tokens` were computed; the keys and values of `known` tokens before them existed already; `document` is the
+        id of its document.
         """
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._worked + max(self._worked, prefilled))
-            return
         now = self._clock()
         if now - self._logged_s >= LINE_S:
             self._logged_s = now
@@ -139,15 +97,12 @@ class Progress:
         stopping : why no more documents are started; empty while they are.
         """
         what = f"decoding {counted(answers, 'answer')}, up to {counted(tokens, 'more token')} each"
-        text = f"{stopping}; " * bool(stopping) + f"{what}: at most {duration_text(tokens * token_s)}"
-        if self._bar is None or stopping:
-            self._log(text)
-        else:
-            self._bar.update(self._task, description=text)
+        self._log(f"{stopping}; " * bool(stopping) + f"{what}: at most {duration_text(tokens * token_s)}")
 
     def _log(self, what: str, left: str = "", level: int = logging.INFO, document: str | None = None) -> None:
-        """Log a line, with times unless the bar shows them."""
-        text = f"{what} | {self._times(left)}" if self._bar is None else printable(what)
+        """Log a line with the times."""
+        ends = "" if self._deadline_s is None else f", wall time left {duration_text(self._deadline_s - self._clock())}"
+        text = f"{what} | elapsed {duration_text(self.elapsed_s)}{left}{ends}"
         self._logger.log(level, text, extra={"document": document})
 
     def _left(self, done: int, work: int, prefilled: int) -> str:
@@ -161,21 +116,6 @@ class Progress:
         left_s = self.elapsed_s * (2 * self._work - half_done) / half_done
         self._on_estimate(self._clock() + left_s)
         return f"left {duration_text(round(left_s, 3))}"
-
-    def _pace(self) -> str:
-        """Describe throughput and remaining wall time."""
-        seconds = self.elapsed_s
-        tokens = self._totals.prompt_tokens + self._totals.new_tokens
-        pace = f"{tokens / seconds:.0f} prompt and answer tokens/s" if seconds > 0 and tokens else ""
-        return f"{pace}{self._wall_time()}".removeprefix(", ")
-
-    def _times(self, left: str = "") -> str:
-        return f"elapsed {duration_text(self.elapsed_s)}{left}{self._wall_time()}"
-
-    def _wall_time(self) -> str:
-        if self._deadline_s is None:
-            return ""
-        return f", wall time left {duration_text(self._deadline_s - self._clock())}"
 
 
 def _count(totals: Totals, record: Record) -> None:

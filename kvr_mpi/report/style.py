@@ -69,21 +69,10 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def ramp(count: int, dark: bool = False) -> list[str]:
-    """Return shades of the main color, one per rank, the strongest first."""
-    ours, page = (bytes.fromhex(COLORS[name][dark][1:]) for name in ("ours", "page"))
-    shares = [0.72 * number / max(1, count - 1) for number in range(count)]
-    shades = [bytes(round(a + share * (b - a)) for a, b in zip(ours, page, strict=True)) for share in shares]
-    return [f"#{shade.hex().upper()}" for shade in shades]
-
-
-def palette(shades: int) -> str:
-    """Return the colors and a ramp of `shades` as CSS variables, for light and dark mode, and the classes of charts."""
-    themes = []
-    for dark in (False, True):
-        values = {name: pair[dark] for name, pair in COLORS.items()}
-        values |= {f"r{number}": color for number, color in enumerate(ramp(shades, dark))}
-        themes.append(":root{" + "".join(f"--{name}:{color};" for name, color in values.items()) + "}")
-    names = [*COLORS, *(f"r{number}" for number in range(shades))]
-    classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in names)
-    return f"{themes[0]}@media (prefers-color-scheme: dark){{{themes[1]}}}{classes}"
+def palette() -> str:
+    """Return the colors as CSS variables, for light and dark mode, and the classes of charts."""
+    light, dark = (
+        ":root{" + "".join(f"--{name}:{pair[number]};" for name, pair in COLORS.items()) + "}" for number in (0, 1)
+    )
+    classes = "".join(f".f-{name}{{fill:var(--{name})}}.s-{name}{{stroke:var(--{name})}}" for name in COLORS)
+    return f"{light}@media (prefers-color-scheme: dark){{{dark}}}{classes}"

@@ -57,8 +57,8 @@ class Drawing:
         place = f'x="{_n(x)}" y="{_n(y)}" width="{_n(max(0.0, width))}" height="{_n(max(0.0, height))}"'
         self._add(f'<rect class="f-{fill}" fill-opacity="{opacity:.3g}" {place}', title)
 
-    def dot(self, x: float, y: float, fill: str, title: str = "", radius: float = 3.5) -> None:
-        self._add(f'<circle class="f-{fill} dot" cx="{_n(x)}" cy="{_n(y)}" r="{radius}"', title)
+    def dot(self, x: float, y: float, fill: str, title: str = "") -> None:
+        self._add(f'<circle class="f-{fill} dot" cx="{_n(x)}" cy="{_n(y)}" r="3.5"', title)
 
     def line(
         self, points: Iterable[tuple[float, float]], stroke: str, *, dashed: bool = False, width: float = 2
@@ -66,10 +66,6 @@ class Drawing:
         text = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
         dashes = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(f'<polyline class="s-{stroke}" stroke-width="{width}"{dashes} points="{text}"/>')
-
-    def area(self, points: Iterable[tuple[float, float]], fill: str, opacity: float = 0.18) -> None:
-        text = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
-        self.parts.append(f'<polygon class="f-{fill}" fill-opacity="{opacity}" points="{text}"/>')
 
     def text(
         self, x: float, y: float, text: str, *, anchor: str = "start", quiet: bool = True, bold: bool = False
@@ -102,15 +98,13 @@ class Drawing:
     def x_name(self, at: float, name: str) -> None:
         self.text(at, self.height - 6, name, anchor="middle")
 
-    def y_axis(
-        self, end: float, name: str, ticks: Sequence[float] | None = None, text_of: Format = plain_number
-    ) -> Scale:
+    def y_axis(self, end: float, name: str, ticks: Sequence[float] | None = None) -> Scale:
         """Add the vertical axis, from 0 to `end`; return its scale."""
         scale = Scale(end, self.height - BOTTOM, TOP)
         for tick in nice_ticks(0, end) if ticks is None else ticks:
             at = scale(tick)
             self.line([(LEFT, at), (self.width - RIGHT, at)], "grid", width=1)
-            self.text(LEFT - 7, at + 4, text_of(tick), anchor="end")
+            self.text(LEFT - 7, at + 4, plain_number(tick), anchor="end")
         self.parts.append(
             f'<text class="quiet" text-anchor="middle" transform="translate(13 {_n(scale.middle)}) rotate(-90)">'
             f"{escaped(name)}</text>"

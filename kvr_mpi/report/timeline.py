@@ -65,12 +65,6 @@ class Timeline:
         return max(lane.prefill.ended_s for lane in self.lanes if lane.group == decoding) - self.began_s
 
     @property
-    def predicted_s(self) -> float | None:
-        """Predicted computing time of the slowest rank; None if unknown."""
-        predicted = [lane.prompt.predicted_s for lane in self.lanes]
-        return max(predicted) if all(predicted) else None
-
-    @property
     def wait_share(self) -> float:
         """Fraction of the ranks' time spent waiting."""
         total = sum(lane.prefill.ended_s - lane.prefill.began_s for lane in self.lanes)
@@ -95,12 +89,6 @@ class TracedRun:
     def names(self) -> dict[int, str]:
         """Names of the ranks; in tensor-parallel groups with their index there."""
         return {trace.header.rank: trace.header.name for trace in self.traces}
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Seconds per layer of the fastest rank for a token and for a query-key pair; zeros: not known."""
-        headers = (trace.header for trace in self.traces if trace.header.token_s)
-        return min(((header.token_s, header.pair_s) for header in headers), default=(0.0, 0.0))
 
 
 def read_timelines(traces: Iterable[RankTrace]) -> TracedRun:

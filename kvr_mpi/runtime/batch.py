@@ -150,7 +150,7 @@ def _run(
     device = own_device(world, spec.model.device)
     meters = Meters(device, world.local_size, world.local_rank)
     wanted = spec.parallel.transport
-    links, reason = open_transport(world, wanted, device, decodes_together=spec.decodes_together)
+    links, reason = open_transport(world, wanted, device, decodes_together=spec.decodes_together, logger=logger)
     is_usual = device.type == "cpu" and wanted == "auto"
     logger.root.log(logging.DEBUG if is_usual else logging.INFO, reason)
     logger.root.debug(", ".join(f"{name} {version}" for name, version in software().items()))
@@ -182,7 +182,6 @@ def _run(
     rounds, refused, predicted_s = make_rounds(session, corpus, todo)
     counters = open_counters(world, FIRST_LIST + sum(len(part.lists) for part in rounds))
     threads = torch.get_num_threads()  # read here: PyTorch keeps this number per thread
-    has_bar = options.bar and world.rank == 0
     if world.rank == 0:
         with suppress(OSError):  # files that stay are known by their session
             remove_rank_files(folder / STATES, but_of=number)
@@ -197,13 +196,9 @@ def _run(
         ) as states,
         write_trace(session, folder, number, events),
         closing(ResultWriter(folder, world.rank, session.header, number, events=events, cost=cost_so_far)) as writer,
-        Progress(
-            *(logger, len(todo), sum(part.work for part in rounds), events),
-            deadline_s=stop.deadline_s,
-            bar=has_bar,
-            on_estimate=states.estimate,
-        ) as progress,
     ):
+        work, ends_s = sum(part.work for part in rounds), stop.deadline_s
+        progress = Progress(logger, len(todo), work, events, deadline_s=ends_s, on_estimate=states.estimate)
         if world.rank == 0:
             meters.begin_answering()
         stop.join(counters, None if lock is None else lock.check, ranks.peers)

@@ -165,7 +165,7 @@ def _check_model(model: ModelSection, offline: bool) -> None:
     folder = Path(source.location)
     if source.gguf_file is not None:
         try:
-            check_architecture(Metadata(read_gguf(source.path, keeps=()).metadata))
+            check_architecture(Metadata(read_gguf(source.path, reads_texts=False).metadata))
         except OSError as error:
             raise ModelError(f"model.path {model.path!r} cannot be read: {error.strerror}") from error
         except ModelError as error:

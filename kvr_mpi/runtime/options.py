@@ -14,7 +14,6 @@ class RunOptions:
     resume : never delete results, not even if this job began the run with `overwrite`.
     time_limit : minutes, h:mm:ss or d-hh from now, as in sbatch; None: the end of the batch job, if it is known.
     table : print a table of the documents at the end.
-    bar : show progress as a bar on the terminal.
     """
 
     overwrite: bool = False
@@ -22,5 +21,4 @@ class RunOptions:
     retry_failed: bool = False
     time_limit: str | None = None
     table: bool = True
-    bar: bool = False
     began_s: float = field(default_factory=time.monotonic)

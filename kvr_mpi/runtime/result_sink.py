@@ -37,9 +37,9 @@ class ResultSink:
         """Report a prefilled prompt, and add its work to the shared counter."""
         if not self._tells:
             return
-        prefilled = self._counters.add(Slot.PREFILLED, work) + work
+        self._counters.add(Slot.PREFILLED, work)
         tokens, known = prefill.partition.tokens, prefill.known_tokens
-        self._progress.prefilled(name, tokens - known, prefill.seconds, prefilled, known, document)
+        self._progress.prefilled(name, tokens - known, prefill.seconds, known, document)
 
     def report_decoding(self, answers: int, tokens: int, token_s: float, stopping: str) -> None:
         """Report answers in progress; arguments as for `Progress.decoding`."""

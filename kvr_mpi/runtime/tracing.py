@@ -18,7 +18,7 @@ from kvr_mpi.transport import Transport, gather_json, on_root, share_json
 from kvr_mpi.transport.links import Skew, measure_skews
 
 
-def begin_row(events: Events, session: Session, row: Sequence[Plan], chain: Transport, first_rank: int) -> None:
+def begin_row(events: Events, row: Sequence[Plan], chain: Transport, first_rank: int) -> None:
     """Begin a prompt, a prefix that several prompts share, or a packed row."""
     plan, prompt = row[0], row[0].prompt
     others = f" and {len(row) - 1} more" if len(row) > 1 else ""
@@ -28,10 +28,6 @@ def begin_row(events: Events, session: Session, row: Sequence[Plan], chain: Tran
     is_packed, is_alone = plan.in_rows, plan.partition is None
     tokens = sum(each.prompt.tokens for each in row)
     start, stop = (0, tokens) if is_packed else _own_slice(plan, chain)
-    # With a rolling cache, tokens attend to only part of the prompt, so the rates do not apply.
-    rates = (
-        session.rates[first_rank + chain.rank] if session.rates and session.rolling is None and not is_packed else None
-    )
     events.begin_prompt(
         TracedPrompt(
             document=prompt.document_id + others,
@@ -43,7 +39,6 @@ def begin_row(events: Events, session: Session, row: Sequence[Plan], chain: Tran
             first_rank=first_rank + (chain.rank if is_packed else plan.decode_rank if is_alone else 0),
             ranks=1 if is_alone else chain.size,
             decode_rank=0 if is_alone else plan.decode_rank,
-            predicted_s=0.0 if rates is None else len(session.loaded.shape.layers) * rates.seconds(stop - start, start),
         )
     )
 
@@ -77,16 +72,12 @@ def write_trace(session: Session, folder: Path, number: int, events: Events) -> 
     if left <= 0:
         yield
         return
-    rates = session.rates[ranks.lane.rank] if session.rates and session.rolling is None else None
     header = TraceHeader(
         rank=world.rank,
         size=world.size,
         session=number,
         host=socket.gethostname(),
         device=session.loaded.device.type,
-        layers=len(session.loaded.shape.layers),
-        token_s=0.0 if rates is None else rates.token_s,
-        pair_s=0.0 if rates is None else rates.pair_s,
         tensor_parallel=session.spec.parallel.tensor_parallel,
     )
     events.keeps_spans = True

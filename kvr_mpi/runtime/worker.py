@@ -98,7 +98,7 @@ class ChainWorker:
             self._decoder.start(plan.prompt, prefill)
 
     def _begin(self, row: Sequence[Plan]) -> None:
-        begin_row(self._events, self._runner.session, row, self._chain, self._runner.first_rank)
+        begin_row(self._events, row, self._chain, self._runner.first_rank)
 
     def _prefill_slice(self, plan: Plan) -> Prefill:
         """Prefill this rank's slice, and store its keys and values if every rank stores its own."""

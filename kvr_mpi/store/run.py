@@ -38,7 +38,7 @@ from kvr_mpi.disk import (
     retried,
 )
 from kvr_mpi.documents import Corpus, CorpusPart
-from kvr_mpi.documents.index import hash_id
+from kvr_mpi.documents.index import has_hash, hash_id
 from kvr_mpi.documents.questions import parse_answer_id
 from kvr_mpi.errors import NOT_NOW, DataError, ForeignError, OutputError, UnavailableError, counted
 from kvr_mpi.logs import SILENT, RankLogger
@@ -156,8 +156,7 @@ def _compare(places: Places, corpus: Corpus, *, retry_failed: bool) -> tuple[Ope
     if met + len(known) < len(places):
         same = np.sort(np.fromiter((hash_id(corpus.id(int(one))) for one in np.flatnonzero(is_done)), np.uint64))
         for name in places.ordered():
-            at = np.searchsorted(same, wanted := np.uint64(hash_id(name)))
-            if name not in known and (at == len(same) or same[at] != wanted):
+            if name not in known and not has_hash(same, name):
                 changes[PASSING if places[name].is_transient else GONE].append(name)
     todo, done = np.flatnonzero(is_todo), int(is_done.sum())
     return Opened(todo, done, len(corpus) - len(todo) - done), changes

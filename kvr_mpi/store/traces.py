@@ -36,11 +36,11 @@ from kvr_mpi.disk import create_rank_file, rank_file, rank_files, read_regular, 
 from kvr_mpi.errors import DataError, OutputError
 from kvr_mpi.events import Events, Span, SpanKind, TracedPrompt
 from kvr_mpi.logs import RankLogger
-from kvr_mpi.plain import Amount, Count, read_plain
+from kvr_mpi.plain import Count, read_plain
 from kvr_mpi.topology import in_lane_of, rank_name
 
 TRACES = "trace"
-HEADER, VERSION = "kvr_trace", 2
+HEADER, VERSION = "kvr_trace", 3
 FLUSH_S = 2.0  # interval between writes
 # Maximum size of a run's traces, over all ranks and resumed jobs, and thus of a file.
 TRACE_BYTES = FILE_BYTES = 256 << 20
@@ -68,7 +68,6 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 class TraceHeader:
     """The rank that a trace belongs to.
 
-    token_s, pair_s : rates that determined the slices (``costs.solve.Rates``); 0: slices were not cut by rates.
     tensor_parallel : of the job.
     """
 
@@ -77,9 +76,6 @@ class TraceHeader:
     session: Count
     host: str
     device: str
-    layers: Count
-    token_s: Amount = 0.0
-    pair_s: Amount = 0.0
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
 
     @property

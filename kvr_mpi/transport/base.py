@@ -27,7 +27,6 @@ class FixedTag(IntEnum):
     SHARED_HEADS = 1
     GATHER = 2
     SUM = 3
-    MEETING = 4
     LINK = 5
     CLOCK = 6
 
@@ -109,6 +108,21 @@ class FailedTogetherError(KvrError):
     def __init__(self, exit_code: int, cause: Exception | None) -> None:
         super().__init__(str(cause or "another rank failed"))
         self.exit_code, self.cause = exit_code, cause
+
+
+def describe_wait(ranks: Transport, waited_s: float, what: str) -> str:
+    """Say what a rank has waited for in vain, and what to do."""
+    return (
+        f"rank {ranks.rank} of {ranks.size} has waited {waited_s:.0f} s for {what}; the logs of both ranks and kvr "
+        f"doctor may show the reason. Finished documents are kept: --resume continues"
+    )
+
+
+def describe_message(what: str, tag: int, nbytes: int, peer: int, *, receives: bool) -> str:
+    """Name a message that another rank does not send, or does not receive."""
+    verb, side = ("from", "has not sent it") if receives else ("to", "does not receive it")
+    message = f"{what} (tag {tag}, {nbytes:,} bytes) {verb} rank {peer}"
+    return f"{message}, which {side}: it, a rank that it waits for, or the link hangs"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

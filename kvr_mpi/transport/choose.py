@@ -6,15 +6,14 @@ deliver wrong data. A run uses only one GPU transport, since two can deadlock.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.topology import following
+from kvr_mpi.logs import SILENT, RankLogger
 from kvr_mpi.transport.base import Transport, gather_json, share_json, together
 from kvr_mpi.transport.mpi import MpiTransport, measure_needs_progress
 from kvr_mpi.transport.mpi_query import cuda_support, loaded_libraries
@@ -29,8 +28,6 @@ NAMES: tuple[TransportName, ...] = get_args(TransportName)
 # torch's variables, of which the second is the older one.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 WARM_UP_BYTES = 1 << 20
-# NCCL's own variable, since 2.30. Ranks that share a GPU take turns, so a transfer waits for the other rank's turn.
-SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,6 @@ class _View:
     claims: bool | None  # whether MPI claims to accept GPU buffers
     claims_why: str
     has_nccl: bool
-    shares: bool = False  # whether `SHARES` is set
 
 
 def open_transport(
@@ -52,6 +48,7 @@ def open_transport(
     *,
     environ: Mapping[str, str] = os.environ,
     decodes_together: bool = False,
+    logger: RankLogger = SILENT,
 ) -> tuple[Transport, str]:
     """Choose, open and warm up the transport for tensors; every rank calls this.
 
@@ -72,11 +69,16 @@ def open_transport(
     elif isinstance(world, MpiTransport):
         on_cpus = world.size > 1 and any(view.device == "cpu" for view in views)
         needs_progress = on_cpus and measure_needs_progress(world)
-        transport = MpiTransport(world.comm, direct=name == "mpi", needs_progress=needs_progress)
+        transport = MpiTransport(world.comm, direct=name == "mpi", needs_progress=needs_progress, awaited=world.awaited)
         if needs_progress:
             why += "; in a background thread, since this MPI cannot copy from the memory of another process (CMA)"
     if device.type == "cuda" and name != "mpi":
         _expand_segments(environ)
+    elif device.type == "cuda":  # a library that cannot do it crashes here, without an error
+        logger.root.info(
+            "passing GPU memory to MPI for the first time: if the job ends without another message, this MPI cannot do "
+            "it; use parallel.transport = 'nccl' or 'staged'"
+        )
     warm_up(transport, device)
     return transport, f"transport: {name}: {why}"
 
@@ -146,11 +148,11 @@ def _need_nccl(views: Sequence[_View]) -> None:
     if not all(view.has_nccl for view in views):
         raise TransportError("transport 'nccl': this torch was built without NCCL; use 'staged' or 'auto'")
     gpu, ranks = Counter(view.gpu for view in views).most_common(1)[0]
-    if ranks > 1 and not all(view.shares for view in views):
+    if ranks > 1:
         sharing = [rank for rank, view in enumerate(views) if view.gpu == gpu]
         raise TransportError(
             f"transport 'nccl': ranks {sharing} share one GPU, or have partitions (MIG) of one ({gpu}), which NCCL "
-            f"does not allow; start one rank per GPU, use 'staged', or set {SHARES}=1 for NCCL 2.30 or newer"
+            f"does not allow; start one rank per GPU, or use 'staged'"
         )
 
 
@@ -159,17 +161,17 @@ def warm_up(transport: Transport, device: torch.device) -> None:
 
     Links connect neighbors in a ring, in both directions: the decode rank changes from prompt to prompt, so the last
     rank also sends to the first, and measurements need answers. NCCL connects each direction of a pair while both
-    ranks wait (0.3 to 1 s), possibly for pending transfers, so pairs with different ranks connect at the same time
-    (`in_rounds`).
+    ranks wait (0.3 to 1 s), possibly for pending transfers, so all even ranks connect to the next rank at the same
+    time, then all odd ranks.
 
     Raises `TransportError` if a link corrupts data.
     """
     import torch
 
     size = transport.size
-    ring = {(one, following(one, size)) for one in range(size)} if size > 1 else set()
-    linked = sorted({(min(two), max(two)) for two in ring})
-    pairs = [two for low, high in in_rounds(linked) for two in ((low, high), (high, low))]
+    even, odd = ([(low, low + 1) for low in range(first, size - 1, 2)] for first in (0, 1))
+    ring = [*even, *odd, *([(0, size - 1)] if size > 2 else [])]
+    pairs = [two for low, high in ring for two in ((low, high), (high, low))]
     sent = (torch.arange(WARM_UP_BYTES if pairs else 0) % 251).to(torch.uint8).to(device)
     for one, other in pairs:
         if transport.rank == one:
@@ -178,21 +180,6 @@ def warm_up(transport: Transport, device: torch.device) -> None:
             found = torch.zeros_like(sent)
             transport.irecv(found, one, 0).wait()
             _check(found, sent, f"the link from rank {one} to rank {other}")
-
-
-def in_rounds(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Order pairs of ranks so that they can meet in few rounds, in each of which a rank meets one other.
-
-    A ring takes two or three rounds: even ranks with the next one, then odd ranks.
-    """
-    met: dict[int, set[int]] = defaultdict(set)  # by rank, its rounds
-    rounds: dict[tuple[int, int], int] = {}
-    for one, other in pairs:
-        number = next(number for number in itertools.count() if number not in met[one] | met[other])
-        rounds[one, other] = number
-        met[one].add(number)
-        met[other].add(number)
-    return sorted(rounds, key=rounds.__getitem__)
 
 
 def warm_up_sums(transport: Transport, device: torch.device) -> None:
@@ -223,5 +210,4 @@ def _look(world: Transport, device: torch.device, environ: Mapping[str, str]) ->
     claims, why = cuda_support(loaded_libraries(), environ) if isinstance(world, MpiTransport) else (None, "no MPI")
     board: Any = torch.cuda.get_device_properties(device)  # NCCL treats MIG partitions as one GPU
     place = f"{board.pci_domain_id:04x}:{board.pci_bus_id:02x}:{board.pci_device_id:02x}"
-    has_nccl, shares = torch.distributed.is_nccl_available(), environ.get(SHARES) == "1"
-    return _View("cuda", f"{socket.gethostname()} {place}", claims, why, has_nccl, shares)
+    return _View("cuda", f"{socket.gethostname()} {place}", claims, why, torch.distributed.is_nccl_available())

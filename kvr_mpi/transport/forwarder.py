@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.events import Events, Span
-from kvr_mpi.transport.base import Request, Transport
+from kvr_mpi.transport.base import Request, Transport, describe_message, describe_wait
 from kvr_mpi.transport.liveness import LIMIT_S, Patience
 from kvr_mpi.transport.nccl import write_last_messages
 
@@ -242,17 +242,10 @@ class Forwarder:
         else:
             kind, peer, layer = first.span.kind, first.span.peer, first.span.layer
             of = f"layer {layer}" if layer >= 0 else "the status of the prompt"
-            verb, side = ("from", "has not sent it") if kind == "receive" else ("to", "does not receive it")
-            size = f"tag {first.tag}, {first.tensor.nbytes:,} bytes"
-            what = f"{of} ({size}) {verb} rank {peer}, which {side}: it hangs"
-        rank, recorded = self.transport.rank, ""
-        if self.transport.in_streams and (file := write_last_messages(rank)):
-            recorded = f"; the last messages of NCCL are in {file} (torchfrtrace reads it)"
-        return (
-            f"rank {rank} of {self.transport.size} in its chain has waited {patience.waited_s:.0f} s for {what}, or "
-            f"the link hangs; the logs of both ranks and kvr doctor may show the reason{recorded}. Finished documents "
-            f"are kept: --resume continues"
-        )
+            what = describe_message(of, first.tag, first.tensor.nbytes, peer, receives=kind == "receive")
+        if self.transport.in_streams and (file := write_last_messages(self.transport.rank)):
+            what += f"; the last messages of NCCL are in {file} (torchfrtrace reads it)"
+        return describe_wait(self.transport, patience.waited_s, what)
 
     def progress(self) -> None:
         """Progress all transfers, and forward received messages."""

@@ -1,9 +1,9 @@
 """Deadlines for waiting on other ranks, so that a rank that hangs ends the job instead of using up its allocation.
 
 A launcher notices ranks that die, but not ranks that are stopped, or whose host or file system no longer responds. So
-each rank sends a heartbeat to the next rank of a ring. Some waits are long for good reasons, such as the merge of all
-results on rank 0, so heartbeats are checked, not the length of waits. A rank whose GPU hangs still sends heartbeats;
-the deadlines of `Forwarder` detect it.
+each rank sends a heartbeat to the next rank of a ring. A rank whose GPU hangs still sends heartbeats; the deadlines of
+`Forwarder` detect it. So that other ranks of a sum or gather do not wait for it either, the thread of the heartbeat
+also checks how long its own rank has waited for a message (`Awaited`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from kvr_mpi.errors import TransportError
 from kvr_mpi.topology import following, preceding
-from kvr_mpi.transport.base import FailedTogetherError, Transport
+from kvr_mpi.transport.base import FailedTogetherError, Transport, describe_wait
 from kvr_mpi.transport.mpi import MpiTransport
 
 # Seconds without a sign of life after which a rank counts as hung.
@@ -45,8 +45,12 @@ class Patience:
 class _Heartbeat:
     """The heartbeats that this rank sends to the next rank, and receives from the previous one."""
 
-    def __init__(self, comm: Any, end: Callable[[TransportError], object], limit_s: float, beat_s: float) -> None:
-        self._comm, self._end, self._limit_s, self._beat_s = comm, end, limit_s, beat_s
+    def __init__(
+        self, world: MpiTransport, end: Callable[[TransportError], object], limit_s: float, beat_s: float
+    ) -> None:
+        self._comm, self._awaited = world.comm.Dup(), world.awaited
+        self._end, self._limit_s, self._beat_s = end, limit_s, beat_s
+        self._message, self._waiting = world.awaited.message, Patience(limit_s)
         self._is_left, self._with_others = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -73,6 +77,7 @@ class _Heartbeat:
             if not says_goodbye and (sent is None or sent.Test()):
                 says_goodbye = self._is_left.is_set()
                 sent = self._comm.Isend(np.full(1, GOODBYE if says_goodbye else ALIVE, np.int8), to)
+            self._check_message()
             while is_watched and received.Test():
                 patience, is_watched = Patience(self._limit_s), int(word[0]) == ALIVE
                 if is_watched:
@@ -87,19 +92,27 @@ class _Heartbeat:
                 )
                 return
 
+    def _check_message(self) -> None:
+        """End the job if this rank has waited too long for a message."""
+        if (message := self._awaited.message) is not self._message:
+            self._message, self._waiting = message, Patience(self._limit_s)
+        elif message is not None and self._waiting.is_over():
+            what = f"{message.describe()} (KVR_PEER_TIMEOUT changes this limit)"
+            self._end(TransportError(describe_wait(message.ranks, self._waiting.waited_s, what)))
+
 
 @contextmanager
 def heartbeat(
     world: Transport, end: Callable[[TransportError], object], *, limit_s: float = LIMIT_S, beat_s: float = BEAT_S
 ) -> Iterator[None]:
-    """Within the block, check that the previous rank is alive; every rank calls this.
+    """Within the block, check that the previous rank is alive, and all waits for messages; every rank calls this.
 
     end : ends all ranks; called in a thread, with an error that names the rank.
     """
     if not isinstance(world, MpiTransport) or world.size == 1:
         yield
         return
-    beats, with_others = _Heartbeat(world.comm.Dup(), end, limit_s, min(beat_s, limit_s / 10)), False
+    beats, with_others = _Heartbeat(world, end, limit_s, min(beat_s, limit_s / 10)), False
     try:
         yield
         with_others = True

@@ -11,11 +11,12 @@ import ctypes
 import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvr_mpi.errors import TransportError
-from kvr_mpi.transport.base import Request, Transport, as_bytes
+from kvr_mpi.transport.base import FixedTag, Request, Transport, as_bytes, describe_message
 from kvr_mpi.transport.collectives import all_reduce
 from kvr_mpi.transport.local import LocalTransport
 from kvr_mpi.transport.mpi_query import CRAY_GPU, library_version, loaded_libraries, thread_level
@@ -248,18 +249,58 @@ class _Transfer:
         self.held = ()
 
 
+@dataclass(slots=True, eq=False)
+class _Message:
+    """A `Request` for a message to or from another rank."""
+
+    ranks: MpiTransport
+    transfer: Request
+    nbytes: int
+    peer: int
+    tag: int
+    receives: bool
+
+    def test(self) -> bool:
+        return self.transfer.test()
+
+    def wait(self) -> None:
+        self.ranks.awaited.message = self
+        try:
+            self.transfer.wait()
+        finally:
+            self.ranks.awaited.message = None
+
+    def describe(self) -> str:
+        what = FixedTag(self.tag).name.lower().replace("_", " ") if self.tag in {*FixedTag} else "a message"
+        return describe_message(what, self.tag, self.nbytes, self.peer, receives=self.receives)
+
+
+@dataclass(slots=True)
+class Awaited:
+    """The message that a process waits for, which its heartbeat checks; None: none.
+
+    Waits for control messages are not checked, since they can be long for good reasons, such as the merge of all
+    results on rank 0.
+    """
+
+    message: _Message | None = None
+
+
 class MpiTransport:
     """A `Transport` over an MPI communicator.
 
     direct : pass GPU memory to MPI, too; otherwise it is staged through host memory.
+    awaited : of this process.
     """
 
     in_streams = False
 
-    def __init__(self, comm: Any, *, direct: bool = False, needs_progress: bool = False) -> None:
+    def __init__(
+        self, comm: Any, *, direct: bool = False, needs_progress: bool = False, awaited: Awaited | None = None
+    ) -> None:
         from mpi4py import MPI
 
-        self.comm, self._direct, self.needs_progress = comm, direct, needs_progress
+        self.comm, self._direct, self.needs_progress, self.awaited = comm, direct, needs_progress, awaited or Awaited()
         self._stagings: dict[torch.device, Staging] = {}
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.tag_ub = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_UB)
@@ -274,10 +315,10 @@ class MpiTransport:
         def start(*pieces: torch.Tensor) -> Request:
             return _Transfer([self.comm.Isend([_buffer(each), MPI.BYTE], dest, tag) for each in pieces], pieces)
 
-        pieces = _pieces(tensor)
-        if not tensor.is_cuda:
-            return start(*pieces)
-        return self._staging_for(tensor.device).send(pieces, dest, start, is_whole=received is not None)
+        pieces, is_whole = _pieces(tensor), received is not None
+        staging = self._staging_for(tensor.device) if tensor.is_cuda else None
+        transfer = start(*pieces) if staging is None else staging.send(pieces, dest, start, is_whole=is_whole)
+        return _Message(self, transfer, tensor.nbytes, dest, tag, receives=False)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int) -> Request:
         from mpi4py import MPI
@@ -287,9 +328,9 @@ class MpiTransport:
             return _Transfer(requests, pieces, [each.nbytes for each in pieces])
 
         pieces = _pieces(tensor)
-        if not tensor.is_cuda:
-            return start(*pieces)
-        return self._staging_for(tensor.device).receive(pieces, source, start)
+        staging = self._staging_for(tensor.device) if tensor.is_cuda else None
+        transfer = start(*pieces) if staging is None else staging.receive(pieces, source, start)
+        return _Message(self, transfer, tensor.nbytes, source, tag, receives=True)
 
     def _staging_for(self, device: torch.device) -> Staging:
         from kvr_mpi.transport.staging import Staging
@@ -330,7 +371,7 @@ class MpiTransport:
 
     def split(self, color: int) -> MpiTransport:
         part = self.comm.Split(color, self.rank)
-        return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress)
+        return MpiTransport(part, direct=self._direct, needs_progress=self.needs_progress, awaited=self.awaited)
 
     def abort(self, exit_code: int) -> None:
         from mpi4py import MPI

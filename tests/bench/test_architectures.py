@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -43,11 +42,11 @@ NOT_A_CHAIN = {
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+def verdicts(tmp_path_factory: pytest.TempPathFactory, warm_start: list[str]) -> dict[str, Verdict]:
     """What the command says of the sample."""
     lines = tmp_path_factory.mktemp("architectures") / "lines.jsonl"
     names = ",".join([*EXACT, *NOT_A_CHAIN])
-    command = [sys.executable, "-m", "benchmarks", "architectures", "--only", names, "--json", str(lines)]
+    command = [*warm_start, "-m", "benchmarks", "architectures", "--only", names, "--json", str(lines)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     found = [Verdict.from_json(line) for line in lines.read_text().splitlines()]
     assert done.returncode == int(any(verdict.kind in BAD for verdict in found)), done.stderr

@@ -175,9 +175,9 @@ def test_status_gives_the_estimate_of_the_log(
     writer.close()
     caplog.set_level(logging.INFO, NAME)
     states = StateWriter(tmp_path, 0, 1, run.lock.number, None, RankLogger())
-    with Progress(RankLogger(), 4, 100, clock=lambda: now[0], on_estimate=states.estimate) as progress:
-        now[0] += 60
-        progress.document(Record("a", "done"), 1, work)
+    progress = Progress(RankLogger(), 4, 100, clock=lambda: now[0], on_estimate=states.estimate)
+    now[0] += 60
+    progress.document(Record("a", "done"), 1, work)
     states.close()
     assert ("left unknown" if eta_s is None else f"left {duration_text(eta_s)}") in caplog.text
     for later_s in (0.0, 20.0):

@@ -11,9 +11,9 @@ import torch
 from made_facts import GPU, MPI, only, place, statuses
 
 from kvr_mpi.doctor import devices, folder, links, ranks
-from kvr_mpi.doctor.deadlines import SilentError, gather_tried, wait_for_all
 from kvr_mpi.doctor.facts import DeviceFacts, RankFacts
-from kvr_mpi.doctor.findings import Finding, exit_code, fail, number_ranges, ok, to_lines, warn
+from kvr_mpi.doctor.findings import Finding, count_line, exit_code, fail, ok, ranks_text, to_text, warn
+from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.links import Effort
 from kvr_mpi.transport.local import LocalTransport, run_local
 from kvr_mpi.transport.mpi import connect
@@ -78,10 +78,10 @@ def test_findings_become_an_exit_code_lines_for_a_terminal_and_json() -> None:
     assert exit_code([fail("folder", "", "x")]) == 78
     assert [exit_code([fail("folder", "", "x"), fail(check, "", "x")]) for check in ("launcher", "links")] == [69, 69]
     findings = [ok("clocks", "one"), fail("space", "none\x1b[2J left", "make room")]
-    lines = to_lines(findings)
+    lines = "\n".join(map(to_text, findings)).splitlines()
     assert lines[0].split() == ["ok", "clocks", "one"] and "remedy: make room" in lines[2]
-    assert lines[-1] == "1 ok, 0 warnings, 1 failed" and all(line.isprintable() for line in lines)
-    assert number_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert all(line.isprintable() for line in lines) and count_line(findings) == "1 ok, 0 warnings, 1 failed"
+    assert ranks_text([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8" and ranks_text([1]) == "rank 1"
 
 
 # GPUs, their allocator and an MPI that knows them
@@ -133,7 +133,6 @@ ABLE = replace(GPU, capability=(9, 0), total_bytes=80 << 30, free_bytes=79 << 30
     [
         (replace(ABLE, capability=(7, 0)), "rank 1: H200 is older than Ampere"),
         (replace(ABLE, free_bytes=20 << 30), "rank 1: other processes use the GPU, 20.0 of 80.0 GiB are free"),
-        (replace(ABLE, module_loading="lazy"), "rank 1: CUDA_MODULE_LOADING=LAZY"),
         (replace(ABLE, allocator="max_split_size_mb:64, expandable_segments: True"), "rank 1: PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
@@ -179,35 +178,31 @@ class Mute(LocalTransport):
         return super().isend(tensor, dest, tag + 1_000_000)
 
 
-def test_links_are_measured_and_changed_data_noticed() -> None:
-    def work(world: LocalTransport) -> Any:
+def test_links_are_measured_and_changed_data_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "EFFORT", SMALL)
+
+    def work(world: LocalTransport) -> list[Finding]:
         mine = Noisy(world._hub, world.rank) if noisy else world
-        return gather_tried(world, lambda: links.measure_chain(mine, torch.device("cpu"), SMALL, 20.0), 20.0)
+        return links.check_chain(mine, "abc"[: world.size], [None] * world.size)
 
     noisy = False
-    first, second, last = run_local(3, work)[0]
-    for link in (first["value"], second["value"]):
-        assert link["intact"] and link["latency_us"] > 0 and link["gigabytes_per_s"] > 0
-    assert last == {"value": None}
+    found, *_ = run_local(3, work)[0]  # a link may be slow on a busy machine
+    assert found.status == "ok" and len(found.measured) == 2
+    assert all(link["intact"] and link["latency_us"] > 0 and link["gigabytes_per_s"] > 0 for link in found.measured)
     noisy = True
-    findings = links.check_links(run_local(2, work)[0], ["a", "b"], False)
+    findings = run_local(2, work)[0]
     assert findings[-1].status == "fail" and "rank 0 (a) -> 1 (b)" in findings[-1].found
     assert exit_code(findings) == 69
 
 
-def test_silence_ends() -> None:
-    def heard(world: LocalTransport) -> list[str]:
+def test_silence_of_a_neighbor_ends_the_measurement() -> None:
+    def heard(world: LocalTransport) -> str:
         mine = Mute(world._hub, 1) if world.rank == 1 else world
-        said = []
-        for call, rest in ((links.measure_chain, (torch.device("cpu"), SMALL, 0.2)), (wait_for_all, (0.3,))):
-            try:
-                call(mine, *rest)
-            except SilentError as error:
-                said.append(str(error))
-        return said
+        with pytest.raises(TransportError) as raised:
+            links.measure_chain(mine, torch.device("cpu"), SMALL, 0.2)
+        return str(raised.value)
 
-    of_links, of_meeting = run_local(2, heard)[0]
-    assert of_links.startswith("an answer of rank 1 did not arrive") and "rank 1 did not answer" in of_meeting
+    assert run_local(2, heard)[0].startswith("an answer of rank 1 did not arrive")
 
 
 def test_links_are_compared_with_their_kind() -> None:

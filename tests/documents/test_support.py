@@ -122,6 +122,8 @@ def test_dates_in_any_format(document: str, same: list[str], other: list[str]) -
         ("Иван Петров и Мария в Москве", "о Марии, с Иваном Петровым и Марком, Москва", ["Марком"]),
         ("the World Health Organization has 3GB for $5", "the WHO has 3 GB for US$5 or 5 USD, as NATO", ["NATO"]),
         ("Chapter 4", "see Chapter IV and VI", ["VI"]),
+        # Initials count as an acronym if the words are neighbors, and there are at least three.
+        ("The Uniform Standards Board. Annual Notice.", "the USB of the US and Ann, and SBM", ["US", "Ann", "SBM"]),
     ],
 )  # fmt: skip
 def test_names_are_capitalized_words_that_begin_no_sentence(document: str, answer: str, names: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from random import Random
 from typing import Any
 
@@ -44,10 +43,9 @@ def test_small_corpora_are_counted(tokenizer: Any) -> None:
     assert count_corpus(tokenizer, iter([])).texts == []
 
 
-def test_large_corpora_are_estimated_and_say_how_well(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_corpora_are_estimated(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "COUNTED_CHARS", 50_000)
-    monkeypatch.setattr(tokens, "BATCH_CHARS", 50_000)
-    monkeypatch.setattr(tokens, "CONTROL_SHARE", 0.1)
+    monkeypatch.setattr(tokens, "BATCH_CHARS", 20_000)
     documents = corpus()
     exact = truth(tokenizer, documents)
     found = count_corpus(tokenizer, iter(documents))
@@ -56,9 +54,10 @@ def test_large_corpora_are_estimated_and_say_how_well(tokenizer: Any, monkeypatc
     for document, (_, guess), (_, count) in zip(documents, found.texts, exact, strict=True):
         if document.error or len(document.text) <= 4 * tokens.EXCERPT_CHARS:
             assert guess == count
-        else:
+        elif guess != count:
             errors.append(abs(guess / count - 1))
-    assert 0 < sorted(errors)[len(errors) // 2] < 0.03 and max(errors) < 0.25, "tables of figures, too"
+    assert len(errors) > 20 and 0 < sorted(errors)[len(errors) // 2] < 0.03 and max(errors) < 0.25, (
+        "tables of figures, too"
+    )
     assert sum(count for _, count in found.texts) == pytest.approx(sum(count for _, count in exact), rel=0.03)
-    told = re.search(r"\((\d+) were counted: .* the 90th percentile ([\d.]+) %\)", found.how)
-    assert told is not None and int(told[1]) > 1 and float(told[2]) < 25, found.how
+    assert found.how.startswith("about ") and "estimated" in found.how

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: An
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
     """Eight of them, in the place of torch.cuda."""
-    return pretended(monkeypatch)
+    yield (made := pretended(monkeypatch))
+    for memory in made.emptied:
+        memory.resize_(0)
 
 
 @pytest.fixture

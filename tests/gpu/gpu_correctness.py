@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import warnings
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_machine import model_of, random_model
-from gpu_steps import Figures, Given
+import transformers
+from gpu_machine import make_tokenizer, model_of, random_model
+from gpu_steps import Absent, Figures, Given
 
 from kvr_mpi.cli.environment import read_environment
 from kvr_mpi.kv.attention import PartialAttention, attend
@@ -20,6 +25,7 @@ from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import load_model
 from kvr_mpi.model.attention_hook import AttentionParams, prepare_model
 from kvr_mpi.partition import Partition
+from kvr_mpi.prefill.exactness import error_share
 from kvr_mpi.prefill.one_prompt import prefill_kvr
 from kvr_mpi.runtime.verify import verify
 from kvr_mpi.transport.forwarder import Forwarder
@@ -29,6 +35,10 @@ from kvr_mpi.tuning.kernels import fuse_on_gpus
 KEYS, WINDOW = 4096, 256
 # Of the largest output, by dtype: what rounding of inputs and outputs allows.
 ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
+# Layouts of quantised weights, and the package without which they are expanded, or refused. Inputs may be rounded to as
+# few bits; with wrong scales, errors would be as large as the logits' spread.
+LAYOUTS = {"fp8": "kernels", "mxfp4": "kernels", "compressed_tensors": "compressed_tensors"}
+QUANTISED_ALLOWED = 0.15
 # Of the 8B shape, with a third of its layers.
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 32000}
 
@@ -98,6 +108,35 @@ def pretrained_is_exact(given: Given) -> Figures:
         assert findings and all(each.holds for each in findings), findings
         found |= {f"{dtype}, {each.tokens} tokens, {each.slices}": each.logits_error for each in findings}
         found |= {f"{dtype}, {each.tokens} tokens, allowed": each.allowed for each in findings}
+    return found
+
+
+def quantised_is_exact(given: Given) -> Figures:
+    """Folders of quantised weights, multiplied as they are stored, against the weights that they stand for."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    made_folders: Any = import_module("made_folders")
+    found, width = dict[str, Any](), 64 if given.is_small else 512
+    shape = made_folders.SMALL | {"hidden_size": width, "intermediate_size": 2 * width, "initializer_range": 0.05}
+    for layout, package in LAYOUTS.items():
+        if find_spec(package) is None and not (given.is_small and package == "kernels"):  # CPUs expand them
+            continue
+        pair = [Path(given.output) / f"{layout}-{name}" for name in ("stored", "plain")]
+        for folder in pair:
+            made_folders.save_plain(folder, transformers.LlamaConfig(**shape))
+            make_tokenizer(folder)
+        getattr(made_folders, layout)(*pair)
+        load = partial(load_model, dtype="bfloat16", device=given.kind, cache_dir=Path(given.output))
+        logits = []
+        for loaded in (load(str(folder)) for folder in pair):
+            ids = loaded.shape.sample_ids(200, 7, 3)
+            prepare_model(loaded.model, chain=True)
+            logits.append(prefill_kvr(loaded, ids, Partition((0, 200)), LocalTransport()).logits)
+            stored = sum(each.dtype.itemsize < 2 for each in loaded.model.state_dict().values())
+            found.setdefault(f"{layout}, tensors of fewer bits", stored)
+        found[f"{layout}, error, of the logits' spread"] = error = error_share(*logits)
+        assert error <= QUANTISED_ALLOWED, f"{layout}: {error:.2f}"
+    if not found:
+        raise Absent(f"none of the packages {', '.join(sorted({*LAYOUTS.values()}))} is installed")
     return found
 
 

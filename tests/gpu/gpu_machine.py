@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from gpu_steps import Absent, Figures, Given, run_command
 
 from kvr_mpi.logs import RankLogger
-from kvr_mpi.transport.choose import SHARES
 
 if TYPE_CHECKING:
     from kvr_mpi.model import LoadedModel
 
+# With this variable, NCCL 2.30 lets ranks share a GPU, and so do the steps, which start their ranks by `shared_gpu`.
+# Our commands do not: such ranks take turns, so a transfer waits for the other rank's turn.
+SHARES = "NCCL_MULTI_RANK_GPU_ENABLE"
 LIBRARIES = ("torch", "transformers", "mpi4py", "numpy", "h5py", "vllm", "flash-attn")
 # Llama 3's 8B.
 SHAPE_8B: dict[str, Any] = {

@@ -9,11 +9,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from gpu_machine import gpu_count, make_model, model_of, nccl_rank_count, rank_count
+from gpu_machine import SHARES, gpu_count, make_model, model_of, nccl_rank_count, rank_count
 from gpu_steps import Absent, Figures, Given, run_command
 
 from kvr_mpi.errors import counted
-from kvr_mpi.transport.choose import SHARES
 from kvr_mpi.transport.mpi_query import describe_mpi
 
 LENGTHS = ["--lengths", "64,512,2000"]
@@ -28,8 +27,10 @@ def launch(ranks: int, *words: str, timeout_s: float) -> str:
     Absent
         If there is no launcher.
     """
-    program = Path(sys.executable).parent / words[0]
-    return run_command([*find_launcher(), "-n", str(ranks), str(program), *words[1:]], timeout_s)
+    program = [str(Path(sys.executable).parent / words[0]), *words[1:]]
+    if os.environ.get(SHARES) == "1":
+        program = [sys.executable, str(Path(__file__).with_name("shared_gpu.py")), *program[words[0] == "python" :]]
+    return run_command([*find_launcher(), "-n", str(ranks), *program], timeout_s)
 
 
 def find_launcher() -> list[str]:

@@ -1,5 +1,5 @@
-/* Stands in for CUDA's driver and runtime where there is no GPU: as much of them as torch asks for before it compiles a
- * kernel. Nothing is ever launched. All return 0, success; memory is the host's. See check_wheel.py. */
+/* Stands in for CUDA's driver and runtime where there is no GPU: as much of them as torch asks for before it makes an
+ * NCCL group. Nothing is ever launched. All return 0, success; memory is the host's. See check_wheel.py. */
 #include <stdlib.h>
 #include <string.h>
 

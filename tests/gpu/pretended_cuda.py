@@ -112,7 +112,7 @@ class GpuTensor(torch.Tensor):
 
     def _wait(self) -> None:
         self.gpus.read(self.gpus.current_stream(self.device))
-        self.gpus.waits["read back"] += 1
+        self.gpus.waits.add("read back")
 
     def __dlpack_device__(self) -> tuple[Any, int]:
         return self.on_cpu.__dlpack_device__()
@@ -129,7 +129,7 @@ class Stream:
     def __init__(self, gpus: PretendedCuda, device: torch.device) -> None:
         self.gpus, self.device, self.id = gpus, device, next(gpus.ids)
         self.cuda_stream = self.id
-        gpus.streams[device.index] += 1
+        gpus.streams.add(device.index)
         self.after: list[Any] = []  # NCCL's transfers that whatever is launched here next waits for
         self.behind = 0  # kernels of its GPU that whatever is launched here next waits for
         self.copies: list[list[torch.Tensor]] = []  # to host memory, and what will be there; empty once it is
@@ -147,7 +147,7 @@ class Stream:
 
     def synchronize(self) -> None:
         self.gpus.read(self)
-        self.gpus.waits["stream"] += 1
+        self.gpus.waits.add("stream")
 
 
 def land(copies: list[list[torch.Tensor]]) -> None:
@@ -191,7 +191,7 @@ class Event:
     def synchronize(self) -> None:
         """Counted as a wait if nothing has been launched since: then the GPU stands still, too."""
         self.query()
-        self.gpus.waits["event"] += self.device is None or self.stream.behind == self.behind
+        self.gpus.waits.add("event", self.device is None or self.stream.behind == self.behind)
 
     def elapsed_time(self, later: Event) -> float:
         assert self.has_time and later.has_time, "an event without time is asked for it"
@@ -237,6 +237,16 @@ class _ThreadState:
     graph: Graph | None = None  # that is recorded
 
 
+class Counts(Counter[Any]):
+    """A counter for several threads, of which two may meet a new key at once."""
+
+    lock = threading.Lock()
+
+    def add(self, what: Any, number: int = 1) -> None:
+        with self.lock:
+            self[what] += number
+
+
 class PretendedCuda:
     """All GPUs of the process, and what is wrong with how they are used (`faults`).
 
@@ -244,11 +254,11 @@ class PretendedCuda:
     ----------
     watches : bool
         Tell the sanitizer every access, which takes longer than all else.
-    calls : Counter
+    calls : Counts
         Of attention kernels, by form; of flash attention's variable-length form also those of pages.
-    streams : Counter
+    streams : Counts
         How many each GPU has.
-    waits : Counter
+    waits : Counts
         What made the host wait for a GPU, or copied between their memories.
     flash_fault : callable
         Applied to what flash attention gives.
@@ -258,12 +268,13 @@ class PretendedCuda:
         self.ids = itertools.count(1)
         self.made = 0  # tensors
         self.kept: list[torch.Tensor] = []
+        self.emptied: list[torch.UntypedStorage] = []  # memory for keys and values, of which nobody else lets go
         self.untold: set[int] = set()  # grains of weights: they do not change
         self.faults: list[str] = []
         self.watches = True
         self.handlers: dict[torch.device, Any] = defaultdict(_sanitizer.EventHandler)
         self.syncs_of_devices: list[torch.device] = []
-        self.calls, self.waits, self.streams = Counter[str](), Counter[str](), Counter[int]()
+        self.calls, self.waits, self.streams = Counts(), Counts(), Counts()
         self.flash_fault: Callable[[Any], Any] = lambda found: found
         self._lock, self._local = threading.RLock(), threading.local()
         self._defaults: dict[int, Stream] = {}
@@ -311,7 +322,7 @@ class PretendedCuda:
     def synchronize(self, device: Any = None) -> None:
         index = self.current_device() if device is None else self._index(device)
         self.syncs_of_devices.append(torch.device("cuda", index))
-        self.waits["device"] += 1
+        self.waits.add("device")
 
     def read(self, stream: Stream) -> None:
         """Let the host wait for a stream."""
@@ -359,7 +370,7 @@ class PretendedCuda:
         is_read = is_copy and not how.name.endswith("empty")
         if is_read or not isinstance(found, (torch.Tensor, tuple, list, type(None))) or how.is_sized(args):
             self.read(stream)  # the host has it
-            self.waits[how.name] += 1
+            self.waits.add(how.name)
         return found if is_copy else self._returned(found, known, target)
 
     def _returned(self, found: Any, known: dict[int, GpuTensor], device: torch.device) -> Any:
@@ -372,7 +383,7 @@ class PretendedCuda:
     def _attend(self, func: Any, args: Any, kwargs: Any, on_cpu: Any) -> Any:
         """Run an attention kernel, which refuses what a GPU's would."""
         told = arguments_of(func, args, kwargs)
-        self.calls["paged" if told.get("block_table") is not None else KERNELS[func]] += 1
+        self.calls.add("paged" if told.get("block_table") is not None else KERNELS[func])
         check_flash(func, told)
         return self.flash_fault(attend_as(func, arguments_of(func, *on_cpu)))
 
@@ -411,7 +422,7 @@ class PretendedCuda:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device != device and leaf.dim():
                 if how.name == "aten::copy_" or (leaf.device.type == "cpu" and how.name.startswith(TAKES_HOST)):
-                    self.waits[how.name] += args[2:] != (True,)  # non_blocking
+                    self.waits.add(how.name, args[2:] != (True,))  # non_blocking
                     continue
                 raise RuntimeError(f"{how.name}: expected all tensors on one device, found {device}, {leaf.device}")
 
@@ -483,8 +494,10 @@ class OnDevices(TorchFunctionMode):
             device = self._full(torch.device(kwargs.pop("device")))
             made = func(*args, **kwargs, device="cpu")
             if func in (torch.tensor, torch.as_tensor):
-                self.gpus.waits[func.__name__] += 1
-            if func is not torch.empty:
+                self.gpus.waits.add(func.__name__)
+            if func is torch.empty:
+                self.gpus.emptied.append(made.untyped_storage())
+            else:
                 self.gpus.access(self.gpus.current_stream(device), set(), grains(made), func.__name__)
             return self.gpus.put(made, device)
         return func(*args, **kwargs)
@@ -494,7 +507,7 @@ class OnDevices(TorchFunctionMode):
         if isinstance(typed, GpuTensor) and typed.device == self._full(device):
             return typed
         real = typed.on_cpu if isinstance(typed, GpuTensor) else typed
-        self.gpus.waits["to"] += 1
+        self.gpus.waits.add("to")
         return self.gpus.put(real.clone(), self._full(device))
 
     def _full(self, device: torch.device) -> torch.device:

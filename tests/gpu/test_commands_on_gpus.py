@@ -16,6 +16,7 @@ from pretended_cuda import PretendedCuda
 
 from kvr_mpi.errors import EXIT_OK
 from kvr_mpi.runtime import prepare
+from kvr_mpi.store.results import open_results
 
 PLAIN = ("model.kernels=plain", "generation.max_new_tokens=2")
 BY_HEADS = "decode.mode=head-parallel"
@@ -141,3 +142,13 @@ def test_settings_together_on_gpus(
     gpus.watches = False
     folder, base, places, truths = prepared
     check(Bench(folder, run_on_gpus_here, monkeypatch, base, places, truths), names)
+
+
+def test_documents_are_read_and_nothing_of_them_is_kept(launch: Any, job: Path) -> None:
+    found = []
+    for ranks in (1, 2):
+        folder = job.parent / str(ranks)
+        launch(ranks, job, settings=("output.embedding=mean", "generation.max_new_tokens=0", f"output.path={folder}"))
+        found.append({record.id: record.embedding for record in open_results(folder)})
+    assert len(found[0]) == 5
+    assert all(found[1][name] == pytest.approx(values, abs=1e-4) for name, values in found[0].items())

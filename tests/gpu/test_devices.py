@@ -18,6 +18,7 @@ from mpi4py import MPI
 from kvr_mpi.doctor.facts import look_at_device
 from kvr_mpi.errors import ModelError
 from kvr_mpi.job import JobSpec
+from kvr_mpi.logs import RankLogger
 from kvr_mpi.model import choose_device, devices
 from kvr_mpi.model.checks import check_dtype
 from kvr_mpi.runtime import loading
@@ -218,16 +219,18 @@ def start_mpi(environ: Any, libraries: list[str], driver: Driver, load: Any, mon
     [("nccl", {}, 1), ("staged", {}, 1), ("mpi", {}, 0), ("nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, 0)],
 )
 def test_segments_of_memory_grow_unless_other_processes_must_open_them(
-    name: str, environ: dict[str, str], set_: int, monkeypatch: pytest.MonkeyPatch
+    name: str, environ: dict[str, str], set_: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings: list[str] = []
+    """An MPI that does not take GPU memory crashes at the first message; what to do instead has been said before."""
+    settings, said = list[str](), list[bool]()
+    caplog.set_level("INFO", "kvr_mpi")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     monkeypatch.setattr(choose, "_look", lambda *given: choose._View("cuda", "a", True, "", True))
     monkeypatch.setattr(choose, "choose", lambda *given, **options: (name, "as requested"))
     monkeypatch.setattr(choose, "open_nccl", lambda world, device: world)
-    monkeypatch.setattr(choose, "warm_up", lambda *given, **options: None)
-    choose.open_transport(LocalTransport(), "auto", CUDA_0, environ=environ)
-    assert settings == ["expandable_segments:True"] * set_
+    monkeypatch.setattr(choose, "warm_up", lambda *given: said.append("'nccl' or 'staged'" in caplog.text))
+    choose.open_transport(LocalTransport(), "auto", CUDA_0, environ=environ, logger=RankLogger())
+    assert settings == ["expandable_segments:True"] * set_ and said == [name == "mpi"]
 
 
 def test_the_device_is_the_one_that_was_chosen_and_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

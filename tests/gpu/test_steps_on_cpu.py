@@ -7,6 +7,7 @@ fused functions are the models' own, the demo's model is a random one, and ranks
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,13 +63,13 @@ def fuse(loaded: Any, *given: Any) -> None:
 )
 @pytest.mark.usefixtures("flexible")
 def test_a_step_runs_through(
-    step: Step, tmp_path: Path, model: Path, run_here: Any, monkeypatch: pytest.MonkeyPatch
+    step: Step, tmp_path: Path, model: Path, run_here: Any, mpirun: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processes = gpu_ranks.launch
-
     def launch(ranks: int, *words: str, timeout_s: float) -> str:
         if words[0] == "python":
-            return processes(ranks, *words, timeout_s=10 * timeout_s)  # tests share few cores
+            done = mpirun(ranks, [sys.executable, *words[1:]], timeout_s=10 * timeout_s)  # tests share few cores
+            assert not done.returncode, done.stderr
+            return str(done.stdout + done.stderr)
         command, *arguments = words[1:] if words[0] == "kvr" else ("run", *words[1:])
         settings = [] if command == "doctor" else ["--set", "model.kernels=plain"]
         done = run_here(ranks, [*arguments, *settings], command)

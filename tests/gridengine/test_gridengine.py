@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,15 +34,18 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
         made.stop()
 
 
-def write_script(folder: Path, words: str) -> Path:
-    """Write the page's script, with the job's first lines for this test and other words after ``kvr-run job.toml``."""
+def write_script(folder: Path, words: str, warm_start: list[str]) -> Path:
+    """Write the page's script, with the job's first lines for this test and other words after ``kvr-run job.toml``.
+
+    Its ranks are forked (``warm``).
+    """
     page = (ROOT / "docs" / "clusters.md").read_text()
     (script,) = re.findall(r"```sh\n(#!/bin/bash\n#\$ .*?)```", page, re.DOTALL)
     assert " kvr-run job.toml" in script
     programs = folder / "bin"
     programs.mkdir()
-    slow = (ROOT / "tests" / "programs" / "slow_documents.py").read_text()
-    (programs / "kvr-run").write_text(f"#!{sys.executable}\n{slow}")
+    slow = shlex.join([*warm_start, str(ROOT / "tests" / "programs" / "slow_documents.py")])
+    (programs / "kvr-run").write_text(f'#!/bin/sh\nexec {slow} "$@"\n')
     (programs / "kvr-run").chmod(0o755)
     path = f"export OMP_NUM_THREADS=1 PATH={programs}:{Path(sys.executable).parent}:$PATH\nmpirun"
     script = script.replace("mpirun", path).replace("kvr-run job.toml", f"kvr-run job.toml {words}")
@@ -57,9 +61,11 @@ def write_job(folder: Path, model: Path) -> None:
     (folder / "job.toml").write_text(toml_of(job))
 
 
-def test_a_job_stops_before_its_limit_is_requeued_and_resumes(cell: Cell, tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_job_stops_before_its_limit_is_requeued_and_resumes(
+    cell: Cell, tmp_path: Path, tiny_model_dir: Path, warm_start: list[str]
+) -> None:
     write_job(tmp_path, tiny_model_dir)
-    script = write_script(tmp_path, "")
+    script = write_script(tmp_path, "", warm_start)
     options = ("-wd", tmp_path, "-o", tmp_path / "log", "-pe", "mpi", "2", "-l", f"h_rt={LIMIT_S}")
     cell.submit_and_wait(*options, script, timeout_s=10 * LIMIT_S)
     log = (tmp_path / "log").read_text()
@@ -68,9 +74,11 @@ def test_a_job_stops_before_its_limit_is_requeued_and_resumes(cell: Cell, tmp_pa
     assert "exceeded" not in (cell.root / "qmaster" / "messages").read_text(), "it was killed at its limit"
 
 
-def test_each_task_of_an_array_takes_its_share(cell: Cell, tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_each_task_of_an_array_takes_its_share(
+    cell: Cell, tmp_path: Path, tiny_model_dir: Path, warm_start: list[str]
+) -> None:
     write_job(tmp_path, tiny_model_dir)
-    script = write_script(tmp_path, "--set documents.shard=task/2 --show-config")
+    script = write_script(tmp_path, "--set documents.shard=task/2 --show-config", warm_start)
     options = ("-wd", tmp_path, "-o", f"{tmp_path}/log-$TASK_ID", "-pe", "mpi", "1", "-l", "h_rt=300", "-t", "1-2")
     cell.submit_and_wait(*options, script, timeout_s=120)
     logs = [(tmp_path / f"log-{task}").read_text() for task in (1, 2)]

@@ -80,6 +80,21 @@ def test_quantised_weights_are_expanded_where_nothing_multiplies_them(
     torch.testing.assert_close(logits_of(loaded.model), truth, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "auto"])
+def test_expanded_weights_have_the_dtype_of_the_job(stored: torch.dtype, dtype: str, tmp_path: Path) -> None:
+    """Folders have norms and embeddings in 16 bits, and jobs on CPUs compute in float32."""
+    folder, plain = save_plain(tmp_path / "folder"), save_plain(tmp_path / "plain")
+    made_folders.fp8(folder, plain)
+    change_weights(
+        folder,
+        lambda tensors: {n: one if is_linear(n) or "scale" in n else one.to(stored) for n, one in tensors.items()},
+    )
+    loaded = load_model(str(folder), dtype=dtype, device="cpu", cache_dir=Path("/nonexistent"))
+    assert {each.dtype for each in loaded.model.parameters()} == {loaded.dtype}
+    logits_of(loaded.model)
+
+
 class Fp8Linear(torch.nn.Linear):
     """As transformers' own on GPUs, whose weights are of a type that torch does not compute with."""
 

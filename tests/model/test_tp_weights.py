@@ -51,10 +51,22 @@ def weights_held(model: Any) -> int:
         ("qwen2", 2, 3),
         ("phi3", 2, 2),
         ("glm4-moe", 2, 2),
+        ("deepseek-v3", 2, 2),
+        ("gpt-oss", 2, 2),
         *(
             pytest.param(kind, 2, size, marks=pytest.mark.long)
             # 2 KV heads on six ranks: three ranks have the same
-            for kind, size in [("llama", 6), ("phi3", 6), ("glm4", 2), ("qwen3-moe", 2), ("gemma2", 2), ("mistral", 2)]
+            for kind, size in [
+                ("llama", 6),
+                ("phi3", 6),
+                ("glm4", 2),
+                ("qwen3-moe", 2),
+                ("gemma2", 2),
+                ("mistral", 2),
+                ("deepseek-v2", 2),
+                ("qwen2-moe", 2),
+                ("glm4-moe-lite", 2),
+            ]
         ),
     ],
 )
@@ -108,7 +120,6 @@ def test_heads_are_divided_or_repeated_whole(heads: int, kv_heads: int, size: in
     ("config", "why"),
     [
         (CONFIGS["llama4-chunks"](), "feed_forward.* which kvr-mpi does not support"),
-        (tf.DeepseekV3Config(), "does not say how layers.*.self_attn.k_proj is divided"),
         (CONFIGS["gpt2"](), "no plan for it"),
         # It has norms over the features of all heads: a rank's own would be normed by themselves, without a word.
         (tf.Olmo2Config(**COMMON, num_key_value_heads=6), "does not support"),

@@ -1,23 +1,19 @@
-"""``kvr doctor``, but rank 1 is lost: HOW (hangs, killed) in the step 'links'; the ranks wait PATIENCE_S for it.
-
-Starts itself, with HOW and two more arguments, as the program that examines.
-"""
+"""``kvr doctor``, but rank 1 is lost: HOW (hangs, killed) when links are measured; a step may take LIMIT_S."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
-from kvr_mpi.doctor.findings import to_json
-from kvr_mpi.doctor.launch import DoctorOptions, diagnose
-from kvr_mpi.plain import from_plain
-from kvr_mpi.transport.links import Effort
+from kvr_mpi.doctor import links
+from kvr_mpi.doctor.findings import to_text
+from kvr_mpi.doctor.steps import diagnose
 from kvr_mpi.transport.mpi import launched_rank
 
-how = sys.argv[1]
+how, limit_s = sys.argv[1], float(sys.argv[2])
 
 
 def lose_this_rank(*_: object) -> None:
@@ -26,21 +22,6 @@ def lose_this_rank(*_: object) -> None:
     threading.Event().wait()
 
 
-if len(sys.argv) == 4:
-    from kvr_mpi.doctor import links, steps
-
-    if launched_rank(os.environ) == 1:
-        links.measure_chain = lose_this_rank
-    steps.main(from_plain(DoctorOptions, json.loads(sys.argv[2])), None, os.environ)
-else:
-    patience_s = float(sys.argv[2])
-    effort = Effort(rounds=5, max_bytes=1 << 16)
-    sys.exit(
-        diagnose(
-            DoctorOptions(effort=effort, timeout_s=patience_s / 4, patience_s=patience_s),
-            os.environ,
-            lambda findings: print(json.dumps(to_json(findings)), flush=True),
-            20 * patience_s,
-            [sys.executable, __file__, how],
-        )
-    )
+if launched_rank(os.environ) == 1:
+    links.measure_chain = lose_this_rank
+sys.exit(diagnose(Path(), os.environ, lambda found: print(to_text(found), flush=True), limit_s=limit_s))

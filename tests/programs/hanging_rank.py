@@ -1,6 +1,7 @@
-"""Run under mpirun with 3 ranks: one of them is stopped while the others wait for it. They end the job with code 69.
+"""Run under mpirun with 3 ranks: the others wait for rank 1, and end the job with code 69 if it hangs.
 
-python hanging_rank.py SECONDS: without a sign of life; 0: no rank is stopped, and rank 1 is late by a second.
+python hanging_rank.py WHAT SECONDS: rank 1 is ``stopped``, is ``late`` by a second, or stays ``away`` from a sum, while
+its heartbeat goes on; the deadline.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import signal
 import sys
 import time
 
+import torch
+
 from kvr_mpi.errors import TransportError
 from kvr_mpi.transport.liveness import heartbeat
 from kvr_mpi.transport.mpi import connect
 
-limit_s = float(sys.argv[1])
+what, limit_s = sys.argv[1], float(sys.argv[2])
 world = connect()
 
 
@@ -23,10 +26,12 @@ def end(error: TransportError) -> None:
     world.abort(error.exit_code)
 
 
-with heartbeat(world, end, limit_s=limit_s or 20.0, beat_s=0.05):
+with heartbeat(world, end, limit_s=limit_s, beat_s=0.05):
     world.barrier()
     if world.rank == 1:
-        if limit_s:
+        if what == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1.0)
+        time.sleep(60.0 if what == "away" else 1.0)
+    if what == "away":
+        world.all_reduce(torch.ones(1))
     world.barrier()

@@ -1,4 +1,4 @@
-"""What a job prints: a line for every document with an estimate that is not made up, or a bar; a table in the end."""
+"""What a job prints: a line for every document with an estimate that is not made up; a table in the end."""
 
 from __future__ import annotations
 
@@ -55,11 +55,8 @@ def lines_of(documents: int, work: int, report: Callable[[Progress, Clock], None
     """What a job of so many documents and so much work logs."""
     stream, clock = io.StringIO(), Clock()
     show_log()
-    with (
-        redirect_stderr(stream),
-        Progress(RankLogger(), documents, work, clock=clock, **options) as progress,  # type: ignore[arg-type]
-    ):
-        report(progress, clock)
+    with redirect_stderr(stream):
+        report(Progress(RankLogger(), documents, work, clock=clock, **options), clock)  # type: ignore[arg-type]
     return stream.getvalue().splitlines(keepends=True)
 
 
@@ -142,25 +139,6 @@ def test_no_time_left_is_made_up_from_short_documents_alone() -> None:
     lines = report_lines([(done(f"d{n}"), 1000) for n in range(20)], 1, 9800)
     assert all(line.endswith("left unknown\n") for line in lines[:19]), "many of them are evidence, too"
     assert lines[19].endswith("left 16 min 20 s\n")
-
-
-@pytest.mark.parametrize("name", ["plain", "[red]x[/red]", "[/b]", "[link=x]", "a\nb", "x" * 300, ":warning:"])
-def test_a_bar_draws_any_name_and_tells_errors(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    clock = Clock()
-    options = {"bar": True, "deadline_s": START_S + 100, "clock": clock}
-    show_log()
-    with Progress(RankLogger(), 2, 1000, **options) as bar:  # type: ignore[arg-type]
-        clock.now += 10
-        bar.prefilled(name, 900, 1.5, 500)
-        bar.document(Record(name, "error", error="the file is [/not] UTF-8", computed_tokens=200), 1, 10)
-        bar.document(done(name, computed_tokens=270, new_tokens=30), 2, 20)
-    out, err = capsys.readouterr()
-    shown = " ".join(err.split())
-    assert out == "" and "2/2" in shown and "the file is [/not] UTF-8" in shown
-    assert "50 prompt and answer tokens/s, wall time left 90.0 s" in shown
 
 
 # Lines of any text

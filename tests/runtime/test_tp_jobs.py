@@ -15,9 +15,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from chains import KINDS
 from made_jobs import load
 from made_runs import kv_in, stored_layers
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvr_mpi.errors import ConfigError
 from kvr_mpi.kv.chain import SliceRow
@@ -95,6 +96,21 @@ def test_what_groups_store_is_what_one_process_stores(run_job: Any, ask_about: A
     header, other_header = read_run_header(pieces.folder), read_run_header(alone.folder)
     assert header is not None and other_header is not None
     assert header.identity == other_header.identity and header.model == other_header.model
+
+
+@pytest.mark.slow
+def test_latents_that_all_ranks_hold_are_stored_once(run_job: Any, small_tokenizer: Any, tmp_path: Path) -> None:
+    config = KINDS["deepseek-v3"]()
+    config.vocab_size, config.max_position_embeddings = len(small_tokenizer), 4096
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "latents")
+    small_tokenizer.save_pretrained(tmp_path / "latents")
+    settings = f"model.path={tmp_path / 'latents'}", KV
+    alone, groups = run_job(1, *settings, to="alone"), run_job(4, GROUPS, *settings, to="groups")
+    assert groups.tokens == alone.tokens
+    for name in alone.tokens:
+        mine, other = (stored_layers(run.folder, name) for run in (groups, alone))
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from kvr_mpi.store.cost import Cost, total_cost
 from kvr_mpi.store.results import open_results
 from kvr_mpi.store.traces import RankTrace, TraceHeader, TraceWriter, read_traces, trace_files
 
-HEADER = TraceHeader(rank=0, size=1, session=1, host="here", device="cpu", layers=2)
+HEADER = TraceHeader(rank=0, size=1, session=1, host="here", device="cpu")
 TRACED = "output.trace=true"
 
 

@@ -13,7 +13,7 @@ from models import CONFIGS, random_model, tiny
 from benchmarks.architectures import Entry, build
 from kvr_mpi.cli.options import load_model_job
 from kvr_mpi.decode.group import Group
-from kvr_mpi.errors import ConfigError, ModelError
+from kvr_mpi.errors import EXIT_CONFIG, ConfigError, ModelError
 from kvr_mpi.kv import chain as layer_module
 from kvr_mpi.kv.row import Row
 from kvr_mpi.kv.sequence import SequenceKV
@@ -28,11 +28,13 @@ OTHERS = "3 prompts in a row", "stored, and continued"
 
 @pytest.mark.slow
 def test_verify_holds_on_real_ranks(tiny_model_dir: Path, mpirun: Any, kvr: Path) -> None:
-    """Of lengths up to the model's context, less 32 tokens."""
+    """Of lengths up to the model's context, less 32 tokens, whatever the default is."""
     settings = with_settings(f"model.path={tiny_model_dir}", "model.dtype=float32")
-    run = mpirun(3, [kvr, "verify", *settings, "--lengths", "7,61,context"])
+    run = mpirun(3, [kvr, "verify", *settings])
     assert run.returncode == 0, run.stderr
-    assert "21 of 21 checks passed on 3 ranks" in run.stderr and "480 tokens, even" in run.stderr
+    assert "14 of 14 checks passed on 3 ranks" in run.stderr and "480 tokens, even" in run.stderr
+    run = mpirun(3, [kvr, "verify", *settings, "--lengths", "5,context"])
+    assert run.returncode == EXIT_CONFIG and "lengths [5, 480]: expected from 6" in run.stderr
 
 
 @pytest.mark.parametrize("setting", ["model.adapter=lora", "parallel.tensor_parallel=2"])

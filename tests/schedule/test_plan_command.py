@@ -38,10 +38,10 @@ def by_id(plan: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path) -> None:
+def test_plan_shows_documents_and_what_else_could_be_done(job: Path, kvr: Path, warm_start: list[str]) -> None:
     command = [str(job), "--ranks", "4", "--hardware", "h200"]
     # Once as a user starts it, without MPI.
-    text = subprocess.run([kvr, "plan", *command], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([*warm_start, kvr, "plan", *command], capture_output=True, text=True, check=True).stdout
     for words in ("profile h200: data sheet", "lower bound", "2: ", "8: ", "one rank per document"):
         assert words in text, text
     assert "2 documents cannot be processed" in text

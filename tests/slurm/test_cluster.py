@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -127,10 +128,17 @@ def test_every_rank_sees_all_gpus_its_cores_and_the_deadline(cluster: Cluster, t
         assert all(now_s < int(end_s) < now_s + 600 for _, end_s in said), log
 
 
-def test_an_array_shares_a_corpus(cluster: Cluster, tmp_path: Path, job: Path) -> None:
+def test_an_array_shares_a_corpus(
+    cluster: Cluster, tmp_path: Path, job: Path, kvr_run: Path, warm_start: list[str]
+) -> None:
     """Three shares on two tasks that are not numbered from 0: every document is in one of them, once."""
+    program, site = tmp_path / "bin" / "kvr-run", tmp_path / "site.sh"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.join([*warm_start, str(kvr_run)])} "$@"\n')
+    program.chmod(0o755)
+    site.write_text(f'export PATH="{program.parent}:$PATH"\n')
     words = ("--array=3-5:2", SCRIPTS / "kvr_array.sh", job, "--set", "documents.limit=7")
-    array = submit(cluster, tmp_path, *words, env={"KVR_SHARES": "3"})
+    array = submit(cluster, tmp_path, *words, env={"KVR_SHARES": "3", "KVR_SITE": str(site)})
     for task in (f"{array}_3", f"{array}_5"):
         assert cluster.wait_ended(task, 2 * JOB_S) == ("COMPLETED", 0)
     logs = [path.read_text() for path in tmp_path.glob("*.log")]
