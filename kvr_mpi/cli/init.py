@@ -48,7 +48,7 @@ template = {template}
 too_long = "split"        # longer than the context: answer parts, then combine; or keep-head, error
 
 [generation]
-max_new_tokens = 256      # maximum length of an answer; 0: prefill only
+max_new_tokens = {max_new_tokens}      # maximum length of an answer; 0: prefill only
 # temperature = 0.7       # sample; default: greedy, with the same answers every time
 {penalty_mark}repetition_penalty = 1.05  # small models repeat themselves without it
 
@@ -57,6 +57,10 @@ path = {output}
 # kv = true               # store keys and values, so that `kvr ask` needs no new prefill
 {failed_mark}max_failed = {max_failed}  # failed documents allowed for exit code 0; default: 0
 """
+# Questions whose answers are short or long, and the lengths of answers in tokens.
+SHORT_ANSWER = re.compile(r"yes or no|(one|a single|few) words?\b|true or false", re.IGNORECASE)
+LONG_ANSWER = re.compile(r"\b(list|every|each|all|table)\b", re.IGNORECASE)
+SHORT_TOKENS, ANSWER_TOKENS, LONG_TOKENS = 64, 256, 512
 # Models with fewer parameters repeat themselves, and make many mistakes.
 SMALL = 1e9
 SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([MB])(?![A-Za-z0-9])", re.IGNORECASE)
@@ -120,6 +124,7 @@ def init(
     parameters, penalty, template = _parameters(model), _own_penalty(model), _chat_template(model)
     is_small = parameters is not None and parameters < SMALL
     marks = {
+        "max_new_tokens": str(_answer_tokens(ask)),
         "penalty_mark": "" if is_small and penalty is None else "# ",
         "thinking_mark": "" if "enable_thinking" in template else "# ",
     }
@@ -182,6 +187,13 @@ def _complete(corpus: str | None, model: str | None, ask: str | None) -> tuple[s
     if ask is None:
         ask = ASK if not missing else click.prompt("What do you want to ask about each document?", default=ASK)
     return corpus, model, ask
+
+
+def _answer_tokens(ask: str) -> int:
+    """Return a maximum length for the answers to a question."""
+    if SHORT_ANSWER.search(ask):
+        return SHORT_TOKENS
+    return LONG_TOKENS if LONG_ANSWER.search(ask) else ANSWER_TOKENS
 
 
 def _parameters(model: str) -> float | None:

@@ -94,15 +94,19 @@ def test_what_is_commented_out_is_valid(place: Path, tiny_model_dir: Path, run_k
     )
 
 
-def test_generation_settings_suit_the_model(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
-    words = ["--corpus", "my corpus", "--ask", "Who was there?", "--model"]
-    assert run_kvr("init", "small.toml", *words, tiny_model_dir)[0] == EXIT_OK
-    assert load_job(Path("small.toml"), (), {})[0].generation.repetition_penalty == 1.05
+def test_generation_settings_suit_the_model_and_the_question(place: Path, tiny_model_dir: Path, run_kvr: Kvr) -> None:
+    words = ["--corpus", "my corpus", "--model", tiny_model_dir]
+    assert run_kvr("init", "short.toml", *words, "--ask", "Was the ferry late? Answer yes or no.")[0] == EXIT_OK
+    short = load_job(Path("short.toml"), (), {})[0].generation
+    assert (short.max_new_tokens, short.repetition_penalty) == (64, 1.05)
     own = place / "own"
     shutil.copytree(tiny_model_dir, own)
     (own / "generation_config.json").write_text('{"repetition_penalty": 1.1}')
-    assert run_kvr("init", "own.toml", *words, own)[0] == EXIT_OK
-    assert load_job(Path("own.toml"), (), {})[0].generation.repetition_penalty is None, "the model's own applies"
+    assert (
+        run_kvr("init", "long.toml", "--corpus", "my corpus", "--model", own, "--ask", "List all names.")[0] == EXIT_OK
+    )
+    long = load_job(Path("long.toml"), (), {})[0].generation
+    assert (long.max_new_tokens, long.repetition_penalty) == (512, None), "the model's own penalty applies"
 
 
 @pytest.mark.parametrize(
