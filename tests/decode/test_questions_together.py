@@ -142,7 +142,6 @@ def test_a_rank_holds_its_share_once_for_all_questions(ranks: int) -> None:
     share = 240 // ranks * each
     for rank, asked in enumerate(run_local(ranks, lambda chain: ask(stored, prompts, [slice(None)], chain))):
         follows = 10 * (20 + NEW_TOKENS) * each if rank == ranks - 1 else 0
-        assert asked.document._read is None, "its file is closed"
         assert bytes_of([asked.document]) == share <= 1.1 * 240 * each / ranks
         assert asked.held_bytes == share + follows
 

@@ -75,6 +75,7 @@ def ragged_heads_are_exact(given: Given) -> Figures:
             for rows in (span.keys, span.values):
                 rows.copy_(torch.randn(rows.shape, generator=draw, device=device))
         row = Row([sequence])
+        row.begin_on_device(torch.tensor(row.begin(), device=device))
         fresh = torch.randn(2, 1, 4, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
         row.layers[0].update(fresh[0], fresh[1])
         query = torch.randn(1, 16, 1, dim, generator=draw, device=device, dtype=torch.bfloat16)
