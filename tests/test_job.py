@@ -72,7 +72,7 @@ def test_a_setting_is_toml_or_else_plain_words(tmp_path: Path, setting: str, val
 
 
 def test_other_variables_are_left_alone(tmp_path: Path) -> None:
-    others = {"KVR_CACHE_DIR": "x", "GENERATION__SEED": "5", "kvr_generation__seed": "5", "PATH": "/bin", "KVR": "1"}
+    others = {"GENERATION__SEED": "5", "kvr_generation__seed": "5", "PATH": "/bin", "KVR": "1"}
     assert load_job(write_job(tmp_path), (), others) == load_job(write_job(tmp_path), (), {})
 
 
