@@ -1,7 +1,7 @@
-"""Tells the reasoning of models that think before they answer from the answer itself.
+"""Separates the reasoning of a model from its answer.
 
-Such models write their reasoning first, between markers that their chat template knows; some templates end with the
-first marker.
+Models that reason write their reasoning first, between markers that their chat template contains. Some templates end
+with the first marker, so that the model continues after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReasoningFormat:
         if follows_schema:
             if not tail.endswith(self.start):
                 return None
-            return f"the chat template begins with {self.start}, but answers follow the JSON schema at once: {advice}"
+            return f"prompts end with {self.start}, but answers follow the JSON schema from their first token: {advice}"
         if most >= FEW_TOKENS or tail.endswith(self.end):
             return None
         return (

@@ -281,9 +281,8 @@ class TopPAmongFew:
         count = max(1, int((scores > -torch.inf).sum(-1).max()))
         tokens = scores.topk(count).indices.sort(-1).values  # of equal scores, the first ones are dropped
         values, order = scores.gather(-1, tokens).sort(stable=True)
-        ascending = torch.full_like(
-            scores, -torch.inf
-        )  # as long as before: sums of other lengths are rounded otherwise
+        # As long as the vocabulary: shorter sums would be rounded in another way.
+        ascending = torch.full_like(scores, -torch.inf)
         ascending[:, -count:] = values
         is_dropped = (ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p)[:, -count:]
         is_dropped[:, -1] = False
