@@ -180,7 +180,7 @@ def prepare(
         free_bytes=free_bytes,
         costs=costs,
         rates=rates,
-        table=table_of(spec, loaded, world, chain, logger),
+        table=table_of(spec, loaded, world, ranks.lane, chain, logger),
         compression=compression,
         sharing=sharing,
         pool=pool,

@@ -4,8 +4,8 @@ Each implementation is timed in turn with torch's own at the row counts that mat
 processor, number of threads, torch version and model shapes. An implementation that differs from torch's on random
 numbers, at any row count, is not used. All ranks of a host measure at the same time, since they also compute at the
 same time; each measures half of the kinds, and all choose the same implementations. The results are cached in
-``KVR_CACHE``. Before use, every job tests the whole model with the chosen implementations on a few tokens
-(`prefill.self_check`).
+``KVR_CACHE``; later jobs repeat the measurement if other programs ran meanwhile. Before use, every job tests the whole
+model with the chosen implementations on a few tokens (`prefill.self_check`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ COPY_SHARE = 0.25
 # Models with a smaller hidden size gain too little to compile kernels.
 LEAST_FEATURES = 256
 PAIRS, SAMPLE_S = 5, 1e-3
+# Later jobs measure again, up to this many times, if a rank had its processor for less than this share of the time.
+QUIET_SHARE, MOST_TRIES = 0.9, 3
 # Longer calls are not measured; the result for fewer rows is used.
 MOST_CALL_S = 0.2
 # Results are compared at these numbers of rows. Our kernels divide rows into pieces of at most 192. Like 512 rows, the
@@ -71,11 +73,22 @@ Gains = dict[str, dict[str, list[float]]]
 
 
 class _Kept(Strict):
-    """A cached measurement: the speed-up of each implementation at each of `ROWS`; all 0 if its results are wrong."""
+    """A cached measurement: the speed-up of each implementation at each of `ROWS`; all 0 if its results are wrong.
+
+    busy_share : share of the measuring time in which a rank had its processor; the minimum over the host's ranks.
+    tries : number of jobs that have measured; the gains are from the job with the largest share.
+    """
 
     holds_for: str
     rows: list[int]
     gains: dict[str, dict[str, list[Annotated[float, Field(ge=0, le=1e6)]]]]
+    busy_share: Annotated[float, Field(ge=0)]
+    tries: Annotated[int, Field(ge=1)]
+
+    @property
+    def is_final(self) -> bool:
+        """Whether later jobs use this measurement without repeating it."""
+        return self.busy_share >= QUIET_SHARE or self.tries >= MOST_TRIES
 
 
 def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache_dir: Path, logger: RankLogger) -> None:
@@ -95,16 +108,16 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
         key = xxhash.xxh3_64_hexdigest(holds_for.encode())
         file = cache_dir / "kernels" / f"{key}.json"
         known = _read(file, holds_for, kinds)
-        if known is None:
-            logger.info("measuring CPU kernels (once per machine)")
+        is_known = known is not None and known.is_final
+        if not is_known:
+            again = "" if known is None else "; repeated, since other programs ran during the last measurement"
+            logger.info(f"measuring CPU kernels (once per machine){again}")
         alike = [socket.gethostname(), key]  # of all ranks with the same kinds on the same host
         here = [rank for rank, view in enumerate(share_json(world, gather_json(world, alike))) if view == alike]
         half = slice(here.index(world.rank) % 2, None, 2) if len(here) > 1 else slice(None)
-        # The ranks of a host may see different files; `_middle` makes their choice the same.
-        measure = partial(measure_gains, kinds[half]) if known is None else partial(dict, known.gains)
-        mine = together(world, measure)
+        mine = together(world, partial(_known_or_measured, known, kinds[half]))
         views = share_json(world, gather_json(world, mine))
-        gains = _middle([views[rank] for rank in here])
+        gains, share = _middle([views[rank][0] for rank in here]), min(views[rank][1] for rank in here)
         for name, way in _wrong_ways(gains):
             logger.warning(f"{name}: {way} is not used, since its results differ from plain torch")
         ways = choose_ways(gains, _copy_bytes(loaded.model, narrowed), room)
@@ -113,8 +126,9 @@ def choose_kernels(loaded: LoadedModel, world: Transport, free_bytes: int, cache
     if attention is not None and (taken := ways.get(attention_name(loaded))) is not None:
         give_kernel(loaded.model, CpuAttention(attention, taken))
     del kinds
-    if known is None and world.local_rank == 0:
-        _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains), logger)
+    if not is_known and world.local_rank == 0:
+        tries = 1 if known is None else known.tries + 1
+        _keep(file, _Kept(holds_for=holds_for, rows=list(ROWS), gains=gains, busy_share=share, tries=tries), logger)
     give_products(loaded.model, ways, attention, narrowed)
     if attention is not None:
         fused = fuse_rows(loaded.model, attention.rows)
@@ -142,6 +156,25 @@ def fuse_on_gpus(loaded: LoadedModel, world: Transport, logger: RankLogger) -> N
         logger.debug(f"kernels: {norms}; attention: {name_attention(loaded.device)}")
         if (why_not := why_no_new_flash(loaded.device, torch.bfloat16)) is not None:
             logger.debug(f"FlashAttention 3 or 4 is not used: {why_not}")
+
+
+def _known_or_measured(known: _Kept | None, kinds: Sequence[Candidates]) -> tuple[Gains, float]:
+    """Return this rank's speed-ups and its share of processor time; cached ones if their share is larger.
+
+    The ranks of a host may see different cache files; `_middle` makes their choice the same.
+    """
+    if known is not None and known.is_final:
+        return known.gains, known.busy_share
+    began_s, ran_s = time.perf_counter(), time.thread_time()
+    gains = measure_gains(kinds)
+    share = (time.thread_time() - ran_s) / (time.perf_counter() - began_s)
+    if known is not None and known.busy_share > share:
+        wrong = {(name, way): [0.0] * len(ROWS) for name, way in _wrong_ways(gains)}
+        known_gains = {
+            name: {way: wrong.get((name, way), row) for way, row in ways.items()} for name, ways in known.gains.items()
+        }
+        return known_gains, known.busy_share
+    return gains, share
 
 
 def _open_attention(

@@ -31,9 +31,11 @@ ROOM = 1 << 34
 
 
 @pytest.fixture
-def loaded() -> Iterator[Any]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A model on a machine that is taken for quiet, whatever runs on it."""
     if MULTIPLY is None:
         pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(kernels, "QUIET_SHARE", 0.0)
     found = tiny("llama-gqa")
     yield found
     forget_kernels(found.model)
@@ -155,6 +157,30 @@ def all_gains(kept: Any) -> set[float]:
     return {gain for ways in kept["gains"].values() for row in ways.values() for gain in row}
 
 
+def loud(kept: Any, share: float) -> str:
+    """The same with other gains, measured with a share of the processor."""
+    gains = {name: {way: [0.5] * len(ROWS) for way in ways} for name, ways in kept["gains"].items()}
+    return json.dumps({**kept, "gains": gains, "busy_share": share})
+
+
+def test_what_was_measured_beside_other_programs_is_measured_again_and_gives_way_to_what_was_not(
+    loaded: Any, gains: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a way that is wrong when it is measured again is not used."""
+    monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))  # never had a rank its processor to itself
+    for _ in range(kernels.MOST_TRIES + 2):
+        choose(loaded, tmp_path)
+    assert len(gains) == kernels.MOST_TRIES
+    file, kept = kept_in(tmp_path)
+    for share, gain in ((0.0, 2.0), (1e9, 0.5)):  # less, and more, than any measurement has
+        file.write_text(loud({**kept, "tries": 1}, share))
+        choose(loaded, tmp_path)
+        assert all_gains(kept_in(tmp_path)[1]) == {gain}
+    file.write_text(json.dumps({**kept, "tries": 1, "busy_share": 1e9}))
+    monkeypatch.setattr(kernels, "measure_gains", lambda kinds: measured(kinds, 0.0))
+    assert "is not used" in choose(loaded, tmp_path)[1] and not kernels_of(loaded.model)
+
+
 def with_row(way: str, row: list[Any]) -> Any:
     return lambda kept: kept | {"gains": {name: ways | {way: row} for name, ways in kept["gains"].items()}}
 
@@ -226,8 +252,8 @@ def test_ranks_of_a_host_take_the_same_ways(
     assert chosen[0] and chosen == [chosen[0]] * 5 and all(PREPACKED in ways for ways in chosen[0].values())
     file, kept = kept_in(tmp_path)
     assert all_gains(kept) == {1.2}
-    gains = {name: {way: [0.5] * len(ROWS) for way in ways} for name, ways in kept["gains"].items()}
-    file.write_text(json.dumps({**kept, "gains": gains}))
+    monkeypatch.setattr(kernels, "QUIET_SHARE", float("inf"))
+    file.write_text(loud(kept, 1e9))
     read, seen = kernels._read, iter((True, False))
     monkeypatch.setattr(kernels, "_read", lambda *where: read(*where) if next(seen) else None)
     run_local(2, lambda rank: choose_kernels(loaded, rank, ROOM, tmp_path, logger_to(said)), torch.device("cpu"))

@@ -63,6 +63,7 @@ def test_search_writes_a_table_by_which_a_job_is_cut(
     save_table(table.model_copy(update={"entries": entries, "rates": other}), path)
     run = mpirun(2, [kvr_run, job], env={"OMP_NUM_THREADS": "3"})
     assert run.returncode == 0, run.stderr
+    assert "times as fast (other kernels, versions or processors)" in run.stderr, "the table is of a slower machine"
     records = list(open_results(tmp_path / "out"))
     inside = [record for record in records if record.prompt_tokens <= 256]
     assert len(records) == 3 and 0 < len(inside) < 3
